@@ -1,0 +1,38 @@
+"""portakv: one KV-cache pool for hybrid models, with the same bytes on every device."""
+
+from portakv.device import DEVICE, DeviceKind
+from portakv.dispatch import explain
+from portakv.errors import (
+    DeviceUnavailable,
+    IntegrityError,
+    MissingSwaLoc,
+    NoKernel,
+    OutOfSlots,
+    PortaKVError,
+    SlotFault,
+    SlotOwnership,
+    StaleWriteLoc,
+)
+from portakv.layers import LayerSpec, layers_from_config
+from portakv.pool import HybridKVPool
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc
+
+__all__ = [
+    "DEVICE",
+    "DeviceKind",
+    "DeviceUnavailable",
+    "GraphWriteLoc",
+    "HybridKVPool",
+    "IntegrityError",
+    "KVWriteLoc",
+    "LayerSpec",
+    "MissingSwaLoc",
+    "NoKernel",
+    "OutOfSlots",
+    "PortaKVError",
+    "SlotFault",
+    "SlotOwnership",
+    "StaleWriteLoc",
+    "explain",
+    "layers_from_config",
+]

@@ -1,0 +1,361 @@
+"""HybridSlotAllocator: the host-side truth about every slot of both sides of a pool."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from portakv.arrays import (
+    Bools,
+    Ints,
+    IntsLike,
+    as_array,
+    as_batch,
+    as_int,
+    as_ints,
+    ascending,
+    is_first,
+    ranges,
+    require,
+)
+from portakv.errors import PortaKVError, SlotOwnership
+from portakv.pages import HybridPages
+
+NO_PAGES: Ints = np.empty(0, np.int64)
+
+
+class HybridSlotAllocator:
+    """Hands out *full* slots and maps an SWA slot behind each, in whole pages of both sides.
+
+    `size` and `swa_size` (slots) are rounded down to whole pages; `swa_size=None` means no SWA side and reads
+    back as 0. Page 0 of each side is reserved. `window` is the largest window of the SWA layers, counting the
+    current token; None if not known.
+
+    `mapping` is int64 `[size + page_size + 1]`: the SWA slot of each full slot, 0 without one, -1 at the end.
+    It is edited in place and never replaced, so `torch.from_numpy(mapping)` stays true. A full page has a
+    whole SWA page behind it or none, also behind its slots that are not handed out yet. After a call that
+    edits the map, `on_patch(slots, values)` gets the edits once, as int64 arrays, for a copy on a device.
+
+    What is handed out of a page is always a prefix of it. Slots come out as fresh CPU int64 tensors. A call
+    that raises has changed no byte. Not thread-safe.
+
+    Raises `ValueError` or `TypeError` for sizes that are no positive integers or could never serve a request.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        swa_size: int | None = None,
+        page_size: int = 1,
+        *,
+        window: int | None = None,
+        on_patch: Callable[[Ints, Ints], None] | None = None,
+    ) -> None:
+        self.page_size = page = as_int("page_size", page_size, 1)
+        self.window = None if window is None else as_int("window", window, 1)
+        self.size = as_int("size", size, page) // page * page
+        self.swa_size = 0 if swa_size is None else as_int("swa_size", swa_size, page) // page * page
+        # A decode step holds its window and takes the next page before it evicts one.
+        need = 0 if swa_size is None or self.window is None else min(self.window + page, self.size)
+        if self.swa_size < need:
+            raise ValueError(
+                f"swa_size: expected at least {need} slots (window {window} + page {page}, or all of size), "
+                f"got {swa_size}, which is {self.swa_size} in whole pages"
+            )
+        self._pages = HybridPages(self.size, self.swa_size, page, on_patch)
+        self.mapping = self._pages.mapping
+        self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
+
+    def alloc(self, n: int, swa_tail: int | None = None) -> torch.Tensor:
+        """Slots `[n]` of one new sequence, in token order.
+
+        Only the pages that hold the last `swa_tail` tokens get an SWA peer; None means all, 0 none. Raises
+        `OutOfSlots` with the side that is short.
+        """
+        n = as_int("n", n, 0)
+        if n == 1 and swa_tail is None and self._pages.takes_scalars:
+            return torch.from_numpy(self._pages.take_one())
+        page, tail = self.page_size, self._tail(swa_tail)
+        count = -(-n // page)
+        bare = max(0, n - tail) // page if tail else count
+        full, swa = self._pages.take(count, count - bare)
+        self._fill[full] = page
+        if n % page:
+            self._fill[full[-1]] = n % page
+        self._pages.point(full[bare:], swa)
+        return torch.from_numpy(self._pages.slots_of(full)[:n])
+
+    def alloc_extend(
+        self, prefix_lens: IntsLike, seq_lens: IntsLike, last_loc: IntsLike, swa_tail: int | None = None
+    ) -> torch.Tensor:
+        """The slots by which sequences grow from `prefix_lens` to `seq_lens` tokens, in batch order.
+
+        All are `[B]`; `last_loc` is each sequence's last slot, -1 where the prefix is 0. A sequence fills the
+        page of its last slot before it takes others. `swa_tail` as in `alloc`, from each sequence's end; a
+        continued page without a peer gets one if its new tokens are in the tail. Raises `OutOfSlots`;
+        `SlotOwnership` where a last slot is not the last handed out of its page, does not fit the prefix, or
+        is continued twice.
+        """
+        prefix, seq, last = as_batch(prefix_lens=prefix_lens, seq_lens=seq_lens, last_loc=last_loc)
+        page, tail = self.page_size, self._tail(swa_tail)
+        require(prefix >= 0, "prefix_lens", "lengths of at least 0", prefix)
+        require(seq >= prefix, "seq_lens", "at least the prefix", seq)
+        head = np.minimum(seq - prefix, -prefix % page)  # new tokens that fit in the continued page
+        rest = seq - prefix - head
+        count = -(-rest // page)
+        joined = self._joined(prefix, last, head > 0)
+        before = rest - tail  # new tokens before the tail; negative if it reaches into the continued page
+        bare = np.maximum(before, 0) // page if tail else count
+        behind = last[(head > 0) & (before < 0)] // page
+        behind = behind[self._peer[behind] == 0]
+        total = sum(count.tolist())  # Python integers: absurd lengths must not wrap around
+        full, swa = self._pages.take(total, total - int(bare.sum()) + behind.size)
+        fill, ends, some = np.full(total, page), np.cumsum(count), count > 0
+        fill[ends[some] - 1] = (rest - (count - 1) * page)[some]
+        self._fill[full] = fill
+        self._fill[joined] = self._fill[joined] + head[head > 0]
+        peered = full[ranges(np.zeros_like(count), count) >= np.repeat(bare, count)] if bare.any() else full
+        self._pages.point(np.concatenate((behind, peered)), swa)
+        # Each sequence is a run of slots in its continued page, then one run in each page taken.
+        heads = ends - count + np.arange(count.size)
+        is_page = np.ones(total + count.size, np.bool_)
+        is_page[heads] = False
+        starts, lengths = np.empty((2, is_page.size), np.int64)
+        starts[heads], lengths[heads] = last + 1, head
+        starts[is_page], lengths[is_page] = full * page, fill
+        return torch.from_numpy(ranges(starts, lengths))
+
+    def alloc_decode(self, seq_lens: IntsLike, last_loc: IntsLike) -> torch.Tensor:
+        """One slot for each sequence, `[B]`; `seq_lens` counts the new token. Otherwise as `alloc_extend`."""
+        seq, last = as_batch(seq_lens=seq_lens, last_loc=last_loc)
+        require(seq > 0, "seq_lens", "lengths of at least 1", seq)
+        joins = (seq - 1) % self.page_size > 0
+        joined = self._joined(seq - 1, last, joins)
+        behind = joined[self._peer[joined] == 0]
+        count = seq.size - joined.size
+        full, swa = self._pages.take(count, count + behind.size if self.swa_size else 0)
+        self._fill[full] = 1
+        self._fill[joined] = self._fill[joined] + 1
+        self._pages.point(np.concatenate((behind, full))[: swa.size], swa)
+        slots = last + 1
+        slots[~joins] = full * self.page_size
+        return torch.from_numpy(slots)
+
+    def restore_swa(self, slots: IntsLike) -> torch.Tensor:
+        """The SWA slots `[n]` of handed-out `slots` `[n]`, once every page without a peer has a new one.
+
+        Slots need not be whole pages. Raises `OutOfSlots`, `SlotOwnership`.
+        """
+        given = as_ints("slots", slots)
+        self.require_owned(given)
+        pages = ascending(given // self.page_size)
+        bare = pages[self._peer[pages] == 0]
+        self._pages.point(bare, self._pages.take(0, bare.size)[1])
+        return torch.from_numpy(self.mapping[given])
+
+    def free(self, slots: IntsLike) -> None:
+        """Give slots and their SWA peers back; every page touched must be given whole.
+
+        A slot named twice counts once. Raises `SlotOwnership` naming the first bad slot and what is wrong
+        with it: free already, never handed out, reserved, out of range, or part of a page.
+        """
+        if slot := self._single(slots):
+            self._pages.put_back_one(slot)
+        else:
+            pages, _ = self._tails(slots, whole=True)
+            self._pages.put_back(pages, pages)
+
+    def free_segments(self, starts: IntsLike, lengths: IntsLike) -> None:
+        """`free` for runs of slots `[N]`, without listing them; both are multiples of the page size.
+
+        A page that is only partly handed out is given whole too. Raises `SlotOwnership`, `ValueError`.
+        """
+        page = self.page_size
+        start, length = as_batch(starts=starts, lengths=lengths)
+        require(start % page == 0, "starts", f"multiples of {page}", start)
+        fits = (length % page == 0) & (length >= 0) & (length <= self.size)
+        require(fits, "lengths", f"multiples of {page} from 0 to {self.size}", length)
+        pages = ranges(start // page, length // page)
+        self.require_owned(pages * page)
+        pages = ascending(pages)
+        self._pages.put_back(pages, pages)
+
+    def free_swa(self, slots: IntsLike) -> None:
+        """As `free`, but only the SWA peers go back; a page whose peer is gone already stays as it is."""
+        pages, _ = self._tails(slots, whole=True)
+        self._pages.put_back(NO_PAGES, pages)
+
+    def rewind(self, slots: IntsLike) -> None:
+        """Take back what was handed out last (rejected drafts, a crop): in every page touched, a tail of it.
+
+        Pages left empty are freed on both sides; the others keep their SWA peer. Raises `SlotOwnership`.
+        """
+        pages, left = self._tails(slots, whole=False)
+        self._fill[pages] = left
+        self._pages.put_back(pages[left == 0], pages[left == 0])
+
+    def evict_swa(
+        self, req_to_token: IntsLike, rows: IntsLike, evicted: IntsLike, next_query: IntsLike
+    ) -> Ints:
+        """Free the SWA peers that no query from `next_query` on can see; returns the new cursors `[B]`.
+
+        `req_to_token` `[R, max_len]`, on the host, holds full slots by row and position. In row `rows[i]`,
+        positions below `evicted[i]` are gone already, and `next_query[i]` is the smallest position still to
+        be asked from: keys at positions > next_query - window stay, and so does the rest of their pages. A
+        cursor never moves back. A page that rows share goes with the first to let go of it: whoever shares
+        pages passes the smallest query of all sharers. Raises `SlotOwnership`, and `ValueError` if the window
+        is not known.
+        """
+        if self.window is None:
+            raise ValueError("window: expected the largest window of the SWA layers, got None")
+        page, table = self.page_size, as_array("req_to_token", req_to_token, (2,))
+        row, cursor, query = as_batch(rows=rows, evicted=evicted, next_query=next_query)
+        require((row >= 0) & (row < table.shape[0]), "rows", f"0 to {table.shape[0] - 1}", row)
+        require(cursor >= 0, "evicted", "cursors of at least 0", cursor)
+        require((query >= 0) & (query <= table.shape[1]), "next_query", f"0 to {table.shape[1]}", query)
+        begin, frontier = cursor // page, np.maximum(query - self.window + 1, 0) // page
+        count = np.maximum(frontier - begin, 0)
+        slots = table[np.repeat(row, count), ranges(begin, count) * page].astype(np.int64)
+        self.require_owned(slots)
+        require(slots % page == 0, "req_to_token", "pages of slots where pages of positions begin", slots)
+        self._pages.put_back(NO_PAGES, ascending(slots // page))
+        cursors: Ints = np.maximum(cursor, frontier * page)
+        return cursors
+
+    @contextmanager
+    def group_frees(self) -> Iterator[None]:
+        """Frees inside take effect at once, but their pages reach the free lists together, at the end.
+
+        Allocations inside do not get those pages. Raises `PortaKVError` when nested.
+        """
+        if self._pages.queue is not None:
+            raise PortaKVError("group_frees: expected no open group, got a group inside another")
+        self._pages.open_group()
+        try:
+            yield
+        finally:
+            self._pages.close_group()
+
+    def clear(self) -> None:
+        """Give everything back; slots come out in the initial order again."""
+        self._pages.clear()
+
+    def available(self, side: str = "full") -> int:
+        """Free slots, in whole pages, of side "full" or "swa"."""
+        if side not in ("full", "swa"):
+            raise ValueError(f'side: expected "full" or "swa", got {side!r}')
+        return (self._pages.full if side == "full" else self._pages.swa).top * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes held: the mapping, the free lists and the state of each page."""
+        pages = self._pages
+        return self.mapping.nbytes + self._fill.nbytes + pages.full.stack.nbytes + pages.swa.stack.nbytes
+
+    def is_live(self, slots: IntsLike) -> Bools:
+        """Which of `slots` (1-D) are handed out and have an SWA peer; any integer may be asked about."""
+        return self._is_live(as_ints("slots", slots))
+
+    def reusable_prefix(self, slots: IntsLike, window: int | None = None) -> int | Ints:
+        """The longest prefix a new request can reuse: an int for `slots` `[L]`, int64 `[B]` for `[B, L]`.
+
+        It is the largest multiple p of the page size such that positions < p are handed out and those > p -
+        window have an SWA peer (all, if neither `window` nor the allocator's is known). A negative slot ends
+        a row.
+        """
+        given = as_array("slots", slots, (1, 2)).astype(np.int64, copy=False)
+        window = self.window if window is None else as_int("window", window, 1)
+        rows, prefix = np.atleast_2d(given), np.arange(1, given.shape[-1] + 1)
+        good = np.logical_and.accumulate(self._is_owned(rows), axis=1) & (prefix % self.page_size == 0)
+        if self.swa_size:
+            last_dead = np.maximum.accumulate(np.where(self._is_live(rows), 0, prefix), axis=1)  # 1-based
+            good &= last_dead <= (0 if window is None else np.maximum(prefix - window + 1, 0))
+        best: Ints = np.where(good, prefix, 0).max(axis=1, initial=0)
+        return int(best[0]) if given.ndim == 1 else best
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every page of both sides is free, owned or queued exactly once."""
+        self._pages.check_integrity()
+
+    def require_owned(self, slots: IntsLike) -> None:
+        """Raise `SlotOwnership` for the first of `slots` (1-D) that is not handed out."""
+        given = as_ints("slots", slots)
+        owned = self._is_owned(given)
+        if owned.all():
+            return
+        slot = int(given[~owned][0])
+        if not 0 <= slot < self._pages.num_rows:
+            why = f"out of range, the pool has {self._pages.num_rows} rows"
+        elif slot < self.page_size:
+            why = "reserved"
+        elif fill := self._fill[slot // self.page_size]:
+            why = f"never handed out, only {fill} slots of its page are"
+        else:
+            why = "its page is free: freed already, or never handed out"
+        raise SlotOwnership(f"slots: expected handed-out slots, got {slot}: {why}")
+
+    def _tail(self, swa_tail: int | None) -> int:
+        """How many tokens at the end of a sequence get a peer: none without an SWA side."""
+        tail = sys.maxsize if swa_tail is None else as_int("swa_tail", swa_tail, 0)
+        return tail if self.swa_size else 0
+
+    def _single(self, slots: IntsLike) -> int:
+        """The one slot that can go back in scalars; 0 leaves the call, and any complaint, to arrays."""
+        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64 or slots.shape != (1,):
+            return 0
+        slot = int(slots)
+        return slot if self._pages.takes_scalars and 0 < slot <= self.size and self._fill[slot] else 0
+
+    def _is_owned(self, slots: Ints) -> Bools:
+        page = slots // self.page_size
+        # Clipped to a page: what is below page 0 lands there, where nothing is ever handed out.
+        owned: Bools = slots - page * self.page_size < self._fill.take(page, mode="clip")
+        return owned & (slots < self._pages.num_rows)
+
+    def _is_live(self, slots: Ints) -> Bools:
+        live: Bools = self._is_owned(slots) & (self.mapping.take(slots, mode="clip") != 0)
+        return live
+
+    def _tails(self, slots: IntsLike, whole: bool) -> tuple[Ints, Ints]:
+        """The pages of `slots`, ascending, and what stays handed out of each without `slots`.
+
+        Of each page, `slots` must be a tail of what is handed out, or the whole of it.
+        """
+        given = as_ints("slots", slots)
+        self.require_owned(given)
+        ordered = ascending(given)
+        page = ordered // self.page_size
+        begin = np.flatnonzero(is_first(page))
+        pages = page[begin]
+        left = ordered[begin] - pages * self.page_size
+        count, fill = np.diff(np.append(begin, page.size)), self._fill[pages]
+        good = count == fill if whole else left + count == fill
+        if not good.all():
+            slot = int(given[np.isin(given // self.page_size, pages[~good])][0])
+            i = np.searchsorted(pages, slot // self.page_size)
+            raise SlotOwnership(
+                f"slots: expected {'all' if whole else 'the last'} slots handed out of each page, "
+                f"got part of a page at slot {slot}: {count[i]} of {fill[i]} slots"
+            )
+        return pages, left
+
+    def _joined(self, prefix: Ints, last: Ints, joins: Bools) -> Ints:
+        """The pages that sequences go on filling, where `joins`; `last` slots must be what prefixes say."""
+        page = last // self.page_size
+        ends = last - page * self.page_size + 1 == self._fill.take(page, mode="clip")
+        fits = ends & (last < self._pages.num_rows) & ((last + 1 - prefix) % self.page_size == 0)
+        good = np.where(prefix > 0, fits, last == -1)
+        if not good.all():
+            i = int(np.argmin(good))
+            raise SlotOwnership(
+                f"last_loc[{i}]: expected the last slot handed out to {prefix[i]} tokens, got {last[i]}"
+            )
+        ordered = np.sort(page[joins])
+        if not (once := is_first(ordered)).all():
+            twice = ordered[~once][0]
+            raise SlotOwnership(f"last_loc: expected pages to be continued once, got page {twice} twice")
+        return page[joins]

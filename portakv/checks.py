@@ -1,0 +1,144 @@
+"""What a pool demands of its arguments, and checked mode: the slots of a call read back before it launches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portakv.device import DeviceFacts, fp8_dialect
+from portakv.errors import SlotFault, StaleWriteLoc
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
+from portakv.layers import LayerSpec, check_positive
+
+if TYPE_CHECKING:
+    from portakv.pool import HybridKVPool
+
+
+def pool_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    for i, spec in enumerate(layers):
+        if not isinstance(spec, LayerSpec):
+            raise TypeError(f"layers[{i}]: expected a LayerSpec, got {spec!r}")
+    if not layers:
+        raise ValueError("layers: expected at least one LayerSpec, got none")
+    return tuple(layers)
+
+
+def whole_pages(name: str, tokens: int, page_size: int) -> int:
+    """`tokens` rounded down to pages, at least one."""
+    check_positive("page_size", page_size)
+    whole = check_positive(name, tokens) // page_size * page_size
+    if whole == 0:
+        raise ValueError(f"{name}: expected at least one page of {page_size} tokens, got {tokens}")
+    return whole
+
+
+def checked_mode(check: bool | None) -> bool:
+    if check is not None:
+        return check
+    value = os.environ.get("PORTAKV_CHECK", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"PORTAKV_CHECK: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
+    if dtype == "fp8":
+        return fp8_dialect(found)
+    if isinstance(dtype, torch.dtype) and (dtype in FLOAT_DTYPES or dtype in FP8_DIALECTS):
+        return dtype
+    allowed = [str(d) for d in (*FLOAT_DTYPES, *FP8_DIALECTS)]
+    raise TypeError(f"dtype: expected 'fp8' or one of {allowed}, got {dtype!r}")
+
+
+def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> torch.Tensor:
+    """A scale, or one per KV head, as float32 on the host: `[1]` or `[H]`."""
+    value = torch.as_tensor(1.0 if scale is None else scale).detach().to("cpu", torch.float32).reshape(-1)
+    if value.numel() not in (1, num_kv_heads):
+        raise ValueError(f"{name}: expected 1 value or {num_kv_heads}, one per KV head, got {value.numel()}")
+    if not (value.isfinite() & (value > 0) & (1 / value).isfinite()).all():
+        raise ValueError(f"{name}: expected finite positive scales with a finite reciprocal, got {scale}")
+    return value
+
+
+def rows_error(
+    names: tuple[str, str, str],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    k_tail: tuple[int, int],
+    v_tail: tuple[int, int],
+    dtypes: Collection[torch.dtype],
+    device: torch.device,
+) -> Exception | None:
+    """What is wrong with the K rows, V rows and slots of a call, if anything."""
+    n = loc.shape[0]
+    for name, x, tail in ((names[0], k, k_tail), (names[1], v, v_tail)):
+        if not isinstance(x, torch.Tensor):
+            return TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.shape != (n, *tail):
+            return ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
+        if x.dtype not in dtypes:
+            return TypeError(f"{name}: expected a dtype of {sorted(map(str, dtypes))}, got {x.dtype}")
+        if x.device != device:
+            return ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
+        if not x.is_contiguous() and x.stride(2) != 1:
+            return ValueError(f"{name}: expected a dense last axis, got strides {x.stride()}")
+    if k.dtype != v.dtype:
+        return TypeError(f"{names[1]}: expected {k.dtype} as {names[0]}, got {v.dtype}")
+    if loc.device != device:
+        return ValueError(f"{names[2]}: expected slots on {device}, got {loc.device}")
+    return None
+
+
+def host(slots: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = slots.cpu().numpy()
+    return array
+
+
+def check_range(name: str, slots: torch.Tensor, num_rows: int) -> None:
+    """Raise `SlotFault` for a slot past the last row."""
+    values = host(slots)
+    over = values >= num_rows
+    if over.any():
+        at = int(over.argmax())
+        raise SlotFault(f"{name}[{at}]: expected a slot below {num_rows}, got {values[at]}")
+
+
+def check_distinct(name: str, slots: torch.Tensor, page_size: int) -> None:
+    """Raise `SlotFault` for a writable slot that stands twice."""
+    values = host(slots)
+    ordered = np.sort(values[values >= page_size])
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise SlotFault(f"{name}: expected each slot once, got slot {twice[0]} twice")
+
+
+def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:
+    """Raise `StaleWriteLoc` unless `swa_loc` is what `mapping` says of `loc` now."""
+    full, swa = host(loc), host(swa_loc)
+    inside = (full >= 0) & (full < len(mapping) - 1)
+    live = np.where(inside, mapping[np.where(inside, full, 0)], -1)
+    stale = live != swa
+    if stale.any():
+        at = int(stale.argmax())
+        raise StaleWriteLoc(
+            f"write_loc[{at}]: slot {full[at]} was translated to {swa[at]}, the mapping says {live[at]} now"
+        )
+
+
+def check_attachable(pool: HybridKVPool, target: HybridKVPool) -> None:
+    """Raise unless every slot that `target` hands out is one of `pool` too, and is kept as long as it needs."""
+    for name, mine, least in (("size", pool.size, target.size), ("swa_size", pool.swa_size, target.swa_size)):
+        if mine is not None and (least is None or mine < least):
+            raise ValueError(f"{name}: expected at least {least} to share the other pool's slots, got {mine}")
+    for name in ("page_size", "device"):
+        mine, theirs = getattr(pool, name), getattr(target, name)
+        if mine != theirs:
+            raise ValueError(f"{name}: expected {theirs} as the pool whose slots are shared, got {mine}")
+    if pool.window is not None and (target.window is None or pool.window > target.window):
+        raise ValueError(f"layers: expected windows the shared slots keep, at most {target.window}, got {pool.window}")

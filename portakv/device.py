@@ -1,0 +1,245 @@
+"""Which devices there are and what they can do: the only file that knows "cuda" may mean HIP.
+
+Nothing here creates a device context at import: device counts come from the driver's management library
+(NVML, amdsmi) where it answers, so a process may still fork after `import portakv`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from portakv.errors import DeviceUnavailable
+
+
+class DeviceKind(enum.Enum):
+    """A column of the dispatch table."""
+
+    CUDA = "cuda"
+    HIP = "hip"
+    XPU = "xpu"
+    CPU = "cpu"
+    OTHER = "other"  # any other torch device (NPU, MUSA, MPS, meta): reference rows only
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found of one kind: how many devices, or why none."""
+
+    kind: DeviceKind
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A library that rows can require. `version` is None when it is missing; `problem` says why it cannot serve."""
+
+    version: str | None = None
+    problem: str | None = None
+    backends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Everything `select()` may know about a device.
+
+    `arch` is "sm_90", "gfx942", an Intel GPU's name, or the CPU's machine type; `features` are instruction
+    sets ("amx", "avx512", "avx2"); `packages` what is installed.
+    """
+
+    kind: DeviceKind
+    arch: str = ""
+    name: str = ""
+    features: frozenset[str] = frozenset()
+    packages: dict[str, Package] = field(default_factory=dict, hash=False)
+
+
+_TORCH_TYPE = {DeviceKind.CUDA: "cuda", DeviceKind.HIP: "cuda", DeviceKind.XPU: "xpu", DeviceKind.CPU: "cpu"}
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The table column that serves tensors on `device`."""
+    if device.type == "cuda":
+        return DeviceKind.HIP if torch.version.hip else DeviceKind.CUDA
+    return {"xpu": DeviceKind.XPU, "cpu": DeviceKind.CPU}.get(device.type, DeviceKind.OTHER)
+
+
+@functools.cache
+def probe() -> tuple[Probe, ...]:
+    """Every kind in order of preference, CPU last. Never raises."""
+    hip, cuda = torch.version.hip, torch.version.cuda
+    return (
+        _count(DeviceKind.CUDA, f"CUDA {cuda}" if cuda else None, _cuda_count),
+        _count(DeviceKind.HIP, f"ROCm {hip}" if hip else None, _cuda_count),
+        _count(DeviceKind.XPU, "XPU" if _built_for_xpu() else None, lambda: torch.xpu.device_count()),
+        Probe(DeviceKind.CPU, 1, f"{platform.machine()}, {torch.get_num_threads()} threads"),
+    )
+
+
+def _count(kind: DeviceKind, built: str | None, count: Callable[[], int]) -> Probe:
+    if built is None:
+        return Probe(kind, 0, f"this torch ({torch.__version__}) was not built for it")
+    try:
+        n = count()
+    except Exception as e:  # a broken driver must not break the import of a CPU user
+        return Probe(kind, 0, f"torch was built for {built}, but counting its devices failed: {e}")
+    return Probe(
+        kind,
+        n,
+        f"built for {built}; {n} visible" if n else f"torch was built for {built}, but sees no device",
+    )
+
+
+def _cuda_count() -> int:
+    # torch counts through NVML or amdsmi first, which create no context.
+    return torch.cuda.device_count()
+
+
+def _built_for_xpu() -> bool:
+    return bool(getattr(getattr(torch, "xpu", None), "_is_compiled", lambda: False)())
+
+
+def choose(requested: str | None) -> DeviceKind:
+    """The kind to use: `requested` if given, else the first that has a device.
+
+    Raises `ValueError` for a name that is no kind, `DeviceUnavailable` for one that is not there.
+    """
+    probes = {p.kind: p for p in probe()}
+    if requested is None:
+        return next(kind for kind, p in probes.items() if p.count)
+    names = [kind.value for kind in probes]
+    if requested not in names:
+        raise ValueError(f"PORTAKV_DEVICE: expected one of {names}, got {requested!r}")
+    kind = DeviceKind(requested)
+    if not probes[kind].count:
+        raise DeviceUnavailable(f"{requested}: {probes[kind].reason}")
+    return kind
+
+
+DEVICE = choose(os.environ.get("PORTAKV_DEVICE"))
+
+
+def resolve(device: torch.device | str | DeviceKind | None) -> torch.device:
+    """A torch device, with an index where its kind has one, from what a user may pass; `None` is `DEVICE`.
+
+    Raises `ValueError` for an unknown device and `DeviceUnavailable` for one that is not there.
+    """
+    if device is None:
+        device = DEVICE
+    if isinstance(device, DeviceKind):
+        if device not in _TORCH_TYPE:
+            raise ValueError(f"device: expected a kind with a torch device of its own, got {device}")
+        choose(device.value)
+        device = _TORCH_TYPE[device]
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device: expected a torch device or a DeviceKind, got {device!r} ({e})") from None
+    kind = kind_of(wanted)
+    if kind in (DeviceKind.CPU, DeviceKind.OTHER):
+        return torch.device("cpu") if kind is DeviceKind.CPU else wanted
+    found = next(p for p in probe() if p.kind is kind)
+    if (wanted.index or 0) >= found.count:
+        raise DeviceUnavailable(f"{wanted}: {found.reason}")
+    if wanted.index is not None:
+        return wanted
+    return torch.device(wanted.type, torch.get_device_module(wanted).current_device())
+
+
+def facts(device: torch.device) -> DeviceFacts:
+    """What `device` can do. Reads its capabilities, so it may create a context: call it when a pool is built."""
+    kind = kind_of(device)
+    if kind in (DeviceKind.CUDA, DeviceKind.HIP):
+        props = torch.cuda.get_device_properties(device)
+        arch = f"sm_{props.major}{props.minor}" if kind is DeviceKind.CUDA else props.gcnArchName.split(":")[0]
+        return DeviceFacts(kind, arch, props.name, packages=_packages(kind))
+    if kind is DeviceKind.XPU:
+        name = torch.xpu.get_device_properties(device).name
+        return DeviceFacts(kind, name, name, packages=_packages(kind))
+    if kind is DeviceKind.CPU:
+        return DeviceFacts(kind, platform.machine(), _cpu_name(), _cpu_features(), _packages(kind))
+    return DeviceFacts(kind, device.type, device.type)
+
+
+def fp8_dialect(facts: DeviceFacts) -> torch.dtype:
+    """The e4m3 dialect that the device's own matrix units read: fnuz on CDNA 3, the OCP form elsewhere."""
+    return torch.float8_e4m3fnuz if facts.arch in ("gfx940", "gfx941", "gfx942") else torch.float8_e4m3fn
+
+
+@functools.cache
+def _packages(kind: DeviceKind) -> dict[str, Package]:
+    if kind is DeviceKind.CPU:
+        return {"native": _native()}
+    found = {"triton": _triton()}
+    if kind is DeviceKind.XPU:
+        found["ipex"] = _distribution("intel_extension_for_pytorch")
+    return found
+
+
+def _distribution(*names: str) -> Package:
+    for name in names:
+        try:
+            return Package(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Package(problem="not installed")
+
+
+def _triton() -> Package:
+    """Triton's version and the backends in its folder, without importing it."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        return Package(problem="not installed")
+    folder = Path(next(iter(spec.submodule_search_locations))) / "backends"
+    backends = tuple(sorted(p.parent.name for p in folder.glob("*/compiler.py")))
+    return Package(_distribution("triton", "triton-xpu", "pytorch-triton-xpu").version, backends=backends)
+
+
+def _native() -> Package:
+    from portakv.kernels import cpu_amx
+
+    return Package(problem=cpu_amx.build_problem())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _cpu_features() -> frozenset[str]:
+    """Instruction sets that matter to a store, as torch reports them."""
+    level = torch.backends.cpu.get_cpu_capability()
+    found = {"AVX512": {"avx512", "avx2"}, "AVX2": {"avx2"}}.get(level, set())
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        found = found | {"amx"}
+    return frozenset(found)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a host array and a tensor on `device` can be the same memory."""
+    return device.type == "cpu"
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to `device` in its stream's order, without waiting where the device reads pinned memory."""
+    if device.type in ("cuda", "xpu"):
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device` is recording a graph, when nothing can be read back."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

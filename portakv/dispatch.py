@@ -1,0 +1,200 @@
+"""The dispatch table: op x device kind -> kernels in order of preference, and the pure choice among them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
+from portakv.errors import NoKernel
+from portakv.formats import KVFormat, Layout
+
+_log = logging.getLogger("portakv")
+
+CUDA, HIP, XPU, CPU, OTHER = DeviceKind
+OURS, TORCH = "portakv", "portakv, in torch ops"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel: its name, "module:function" in `portakv.kernels`, what it needs, and where it comes from.
+
+    A function is named after its op on every device. `package` is a key of `DeviceFacts.packages` with its oldest
+    version that serves, `backend` a compiler backend inside it, `layouts` what the kernel can store.
+    """
+
+    name: str
+    target: str
+    origin: str
+    package: str | None = None
+    backend: str | None = None
+    layouts: tuple[Layout, ...] = (Layout.ROWS,)
+
+
+REFERENCE = Row("reference", "reference:{op}", TORCH)
+NATIVE = Row("native", "cpu_amx:{op}", OURS, "native")
+TRITON_CUDA = Row("triton", "cuda:{op}", OURS, "triton>=3.3", "nvidia")
+TRITON_HIP = Row("triton", "hip:{op}", OURS, "triton>=3.3", "amd")
+TRITON_XPU = Row("triton", "xpu:{op}", OURS, "triton>=3.3", "intel")
+
+TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
+    "translate_loc": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+    "cast_loc": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+    "patch_map": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+    "store_kv": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+    "gather_kv": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+    "move_kv": {
+        CUDA: (TRITON_CUDA, REFERENCE),
+        HIP: (TRITON_HIP, REFERENCE),
+        XPU: (TRITON_XPU, REFERENCE),
+        CPU: (NATIVE, REFERENCE),
+        OTHER: (REFERENCE,),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of one op: the format it must take, a row by name (never falls back), no reference rows."""
+
+    fmt: KVFormat | None = None
+    wanted: str | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chosen row, and every other row of the column with the reason why not."""
+
+    row: Row
+    rejected: tuple[tuple[Row, str], ...]
+    automatic: bool
+
+
+def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selection:
+    """Choose the first row that can serve; pure, so it answers for any device on any machine.
+
+    Raises `NoKernel` with each candidate's reason.
+    """
+    chosen, rejected = None, []
+    for row in TABLE[op][found.kind]:
+        reason = _why_not(row, found, request) or (chosen and f"{chosen.name} comes first")
+        if reason:
+            rejected.append((row, reason))
+        else:
+            chosen = row
+    if chosen is None:
+        raise NoKernel(op, f"{found.kind.value} {found.arch}".strip(), [(r.name, why) for r, why in rejected])
+    return Selection(chosen, tuple(rejected), automatic=request.wanted is None)
+
+
+def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
+    if request.wanted is not None and row.name != request.wanted:
+        return f"{request.wanted!r} was requested"
+    if request.strict and request.wanted is None and row.name == "reference":
+        return "strict: an automatic choice may not end at the reference"
+    if request.fmt is not None and request.fmt.layout not in row.layouts:
+        return f"cannot store layout {request.fmt.layout.value!r}"
+    if row.package is None:
+        return None
+    name, _, oldest = row.package.partition(">=")
+    package = found.packages.get(name, Package(problem="not installed"))
+    if package.problem is not None:
+        return f"{name}: {package.problem}"
+    if oldest and _version(package.version or "") < _version(oldest):
+        return f"{name} {package.version} is older than {oldest}"
+    if row.backend is not None and row.backend not in package.backends:
+        return f"{name} {package.version} has no {row.backend} backend, only {list(package.backends)}"
+    return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def parse_kernels(text: str) -> dict[str, str]:
+    """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference". Raises `ValueError` for unknown names."""
+    wanted = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        op, _, name = item.partition("=")
+        if op not in TABLE:
+            raise ValueError(f"kernels: expected op=row with an op of {list(TABLE)}, got {item!r}")
+        names = {row.name for rows in TABLE[op].values() for row in rows}
+        if name not in names:
+            raise ValueError(f"kernels: expected a row of {op} among {sorted(names)}, got {name!r}")
+        wanted[op] = name
+    return wanted
+
+
+def select_all(
+    found: DeviceFacts,
+    kernels: Mapping[str, str] | None = None,
+    strict: bool = False,
+    fmt: KVFormat | None = None,
+) -> dict[str, Selection]:
+    """A selection for every op; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`."""
+    wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", ""))
+    wanted |= parse_kernels(",".join(f"{op}={name}" for op, name in (kernels or {}).items()))
+    return {op: select(op, found, Request(fmt, wanted.get(op), strict)) for op in TABLE}
+
+
+def load(op: str, selection: Selection) -> Callable[..., None]:
+    """Import the chosen kernel. Says once in the log if an automatic choice ended at the reference."""
+    if selection.row.name == "reference" and selection.rejected and selection.automatic:
+        _warn_reference(op, "; ".join(f"{row.name}: {why}" for row, why in selection.rejected))
+    module, function = selection.row.target.format(op=op).split(":")
+    kernel: Callable[..., None] = getattr(importlib.import_module(f"portakv.kernels.{module}"), function)
+    return kernel
+
+
+@functools.cache
+def _warn_reference(op: str, reasons: str) -> None:
+    _log.warning("%s runs on the reference kernel (%s)", op, reasons)
+
+
+def explain(device: torch.device | str | DeviceKind | None = None) -> str:
+    """What was probed, which row serves each op on `device` (default: `DEVICE`), and why every other one does not."""
+    found = facts(resolve(device))
+    lines = [f"{DEVICE.value} was chosen at import", *(f"  {p.kind.value}: {p.reason}" for p in probe())]
+    lines.append(f"kernels on {found.kind.value} {found.arch} {found.name} {sorted(found.features)}")
+    for op, selection in select_all(found).items():
+        lines.append(f"  {op}: {selection.row.name} ({selection.row.origin})")
+        lines += [f"    not {row.name}: {why}" for row, why in selection.rejected]
+    return "\n".join(lines)

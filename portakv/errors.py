@@ -1,0 +1,61 @@
+"""The error classes: what went wrong, with the numbers a scheduler can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PortaKVError(Exception):
+    """Base of every error that is portakv's own; a call that raises one has changed nothing."""
+
+
+class OutOfSlots(PortaKVError):
+    """One side of the pool has too few free slots.
+
+    `side` is "full" or "swa"; `need` and `free` count slots (whole pages).
+    """
+
+    def __init__(self, side: str, need: int, free: int) -> None:
+        super().__init__(f"{side} side: need {need} slots, {free} free ({need - free} short)")
+        self.side = side
+        self.need = need
+        self.free = free
+
+    @property
+    def short(self) -> int:
+        return self.need - self.free
+
+
+class SlotOwnership(PortaKVError, ValueError):
+    """A double free, a slot that was never handed out, or part of a page."""
+
+
+class SlotFault(PortaKVError):
+    """A slot out of range, or one written twice by one store (checked mode)."""
+
+
+class MissingSwaLoc(PortaKVError):
+    """A sliding-window layer was given a write location without `swa_loc`."""
+
+
+class StaleWriteLoc(PortaKVError):
+    """A write location whose translation is not what the mapping says now (checked mode)."""
+
+
+class IntegrityError(PortaKVError):
+    """`check_integrity()` found a slot that is not exactly free or owned: a bug of portakv."""
+
+
+class NoKernel(PortaKVError):
+    """No row of the dispatch table serves an op; `rejected` is every (row, reason)."""
+
+    def __init__(self, op: str, device: str, rejected: Sequence[tuple[str, str]]) -> None:
+        reasons = "".join(f"\n  {row}: {reason}" for row, reason in rejected)
+        super().__init__(f"no kernel for {op} on {device}:{reasons or ' the table has no rows'}")
+        self.op = op
+        self.device = device
+        self.rejected = tuple(rejected)
+
+
+class DeviceUnavailable(PortaKVError, RuntimeError):
+    """A device that was asked for is not there; the message says what was probed and why."""

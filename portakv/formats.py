@@ -1,0 +1,135 @@
+"""KVFormat: how a token's K and V lie in memory. Variant: which compiled kernel an op needs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+PAD = 0
+"""The slot that padding points at: row 0 of the reserved page, never written."""
+
+FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv")
+"""Entries of a fault counter, one int64 per op that can meet a slot it has to skip."""
+
+
+class Layout(enum.Enum):
+    """How the rows of one side are laid out."""
+
+    ROWS = "rows"  # K [rows, H, D], V [rows, H, Dv]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """The constants of one fp8 dialect that a quantising store needs (OCP FP8 and the fnuz forms)."""
+
+    dtype: torch.dtype
+    mantissa_bits: int
+    exponent_bias: int
+    max: float
+    nan_byte: int
+    has_negative_zero: bool
+
+
+FP8_DIALECTS = {
+    f.dtype: f
+    for f in (
+        Fp8(torch.float8_e4m3fn, 3, 7, 448.0, 0x7F, True),
+        Fp8(torch.float8_e4m3fnuz, 3, 8, 240.0, 0x80, False),
+        Fp8(torch.float8_e5m2, 2, 15, 57344.0, 0x7F, True),
+        Fp8(torch.float8_e5m2fnuz, 2, 16, 57344.0, 0x80, False),
+    )
+}
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that are stored and read by value. The quiet NaN of each is the only NaN a conversion writes."""
+
+CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """One layer group's memory layout; stores, plans, byte counts, exports and tests all read it.
+
+    `dtype` is the storage dtype; an fp8 dtype names the dialect too. `head_dim` is K's, `v_head_dim` V's.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    page_size: int = 1
+    layout: Layout = Layout.ROWS
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        return FP8_DIALECTS.get(self.dtype)
+
+    @property
+    def k_row_bytes(self) -> int:
+        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def v_row_bytes(self) -> int:
+        return self.num_kv_heads * self.v_head_dim * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.k_row_bytes + self.v_row_bytes
+
+    @property
+    def tag(self) -> str:
+        """A string that two formats share only if their bytes mean the same; exports carry it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.layout.value}/{dtype}/h{self.num_kv_heads}/k{self.head_dim}/v{self.v_head_dim}"
+
+    @property
+    def source_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What `store_kv` takes: every float by value, the storage dtype byte for byte."""
+        return FLOAT_DTYPES if self.dtype in FLOAT_DTYPES else (*FLOAT_DTYPES, self.dtype)
+
+    def allocate(self, num_layers: int, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeroed K `[L, rows, H, D]` and V `[L, rows, H, Dv]` for `num_layers` layers."""
+        shape = (num_layers, num_rows, self.num_kv_heads)
+        # Through uint8: not every device can fill an fp8 tensor, and zero bytes are 0.0 in every dtype.
+        k, v = (
+            torch.zeros((*shape, dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
+            for dim in (self.head_dim, self.v_head_dim)
+        )
+        return k.view(self.dtype), v.view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The name of one compiled kernel. `dtype` is the other dtype of the op: a store's source, a gather's
+    output; `alignment` is the bytes that every row start is a multiple of."""
+
+    op: str
+    fmt: KVFormat | None = None
+    dtype: torch.dtype | None = None
+    index_dtype: torch.dtype = torch.int64
+    out_index_dtype: torch.dtype | None = None
+    alignment: int = 16
+
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
+    """Every variant a pool of `formats` can need, in a fixed order and without repeats."""
+    out: dict[Variant, None] = {}
+    for index in INDEX_DTYPES:
+        for out_index in INDEX_DTYPES:
+            out[Variant("translate_loc", index_dtype=index, out_index_dtype=out_index)] = None
+        out[Variant("cast_loc", index_dtype=index, out_index_dtype=torch.int32)] = None
+    out[Variant("patch_map")] = None
+    for fmt in formats:
+        for index in INDEX_DTYPES:
+            for dtype in fmt.source_dtypes:
+                for alignment in (16, dtype.itemsize):
+                    out[Variant("store_kv", fmt, dtype, index, alignment=alignment)] = None
+                    out[Variant("gather_kv", fmt, dtype, index, alignment=alignment)] = None
+            out[Variant("move_kv", fmt, fmt.dtype, index)] = None
+    return tuple(out)

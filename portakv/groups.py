@@ -1,0 +1,152 @@
+"""LayerGroup: the layers of one side and one format, and the memory they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from portakv import dispatch
+from portakv.formats import KVFormat
+from portakv.layers import LayerSpec, check_positive
+
+Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
+"""(side, format) -> the model layers stored so."""
+
+OVERHEAD_BYTES = 40
+"""What a pool costs per full slot beyond K and V at most: the mapping, its mirror and the allocator's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the hot path reads of one layer, resolved when the pool is built."""
+
+    fmt: KVFormat
+    on_swa: bool
+    k_tail: tuple[int, int]
+    v_tail: tuple[int, int]
+    sources: frozenset[torch.dtype]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    k_inv: torch.Tensor
+    v_inv: torch.Tensor
+    store: Callable[..., None]
+    gather: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The storage of all layers of one side and format: K `[L, rows, H, D]`, V `[L, rows, H, Dv]`.
+
+    `layers` are the model layers in the order of axis 0, `windows` theirs. `scales` is float32 `[4, L, H]`: K scale,
+    V scale and the reciprocal of each. The kernels are the rows chosen for `fmt`.
+    """
+
+    side: str
+    fmt: KVFormat
+    layers: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    k_caches: torch.Tensor
+    v_caches: torch.Tensor
+    scales: torch.Tensor
+    store: Callable[..., None]
+    gather: Callable[..., None]
+    move: Callable[..., None]
+
+    @property
+    def num_rows(self) -> int:
+        return self.k_caches.shape[1]
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.k_caches.nbytes + self.v_caches.nbytes
+
+    def layer(self, at: int) -> Layer:
+        """The layer at `at` of axis 0."""
+        fmt = self.fmt
+        return Layer(
+            fmt,
+            self.side == "swa",
+            (fmt.num_kv_heads, fmt.head_dim),
+            (fmt.num_kv_heads, fmt.v_head_dim),
+            frozenset(fmt.source_dtypes),
+            self.k_caches[at],
+            self.v_caches[at],
+            *self.scales[:, at],
+            self.store,
+            self.gather,
+        )
+
+
+def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int) -> Plan:
+    """Which layers share a side and a format; layers that alias another's KV are in none.
+
+    Raises `ValueError` for an alias that is not of an earlier, storing layer of the same kind and shape.
+    """
+    groups: Plan = {}
+    for i, spec in enumerate(layers):
+        if spec.alias_of is not None:
+            _check_alias(layers, i, spec.alias_of)
+            continue
+        side = "swa" if has_swa and spec.window is not None else "full"
+        fmt = KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size)
+        groups[side, fmt] = (*groups.get((side, fmt), ()), i)
+    return groups
+
+
+def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
+    if not 0 <= producer < i or layers[producer].alias_of is not None:
+        raise ValueError(f"layers[{i}].alias_of: expected an earlier layer that stores its KV, got {producer}")
+    for what in ("num_kv_heads", "head_dim", "v_dim"):
+        mine, theirs = getattr(layers[i], what), getattr(layers[producer], what)
+        if mine != theirs:
+            raise ValueError(f"layers[{i}].alias_of: layer {producer} has {what} {theirs}, expected {mine}")
+    if (layers[i].window is None) != (layers[producer].window is None):
+        raise ValueError(f"layers[{i}].alias_of: layer {producer} is of the other kind (full or sliding window)")
+
+
+def fit_sizes(groups: Plan, budget: int, swa_ratio: float | None, page_size: int) -> tuple[int, int | None]:
+    """The largest `size` and `swa_size = size * swa_ratio` of a pool that stays within `budget` bytes.
+
+    Raises `ValueError` if not one page fits.
+    """
+    check_positive("budget", budget)
+    if swa_ratio is not None and not 0 < swa_ratio <= 1:
+        raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
+    cost = {"full": OVERHEAD_BYTES, "swa": 0}
+    for (side, fmt), ids in groups.items():
+        cost[side] += len(ids) * fmt.row_bytes
+    per_token = cost["full"] + cost["swa"] * (swa_ratio or 0)
+    reserved = page_size * (cost["full"] + cost["swa"])
+    size = math.floor((budget - reserved) / per_token) // page_size * page_size
+    if size < page_size:
+        need = math.ceil(reserved + page_size * per_token)
+        raise ValueError(f"budget: expected at least {need} bytes for one page of tokens, got {budget}")
+    return size, None if swa_ratio is None else max(int(size * swa_ratio), 1)
+
+
+def allocate_group(
+    key: tuple[str, KVFormat],
+    ids: tuple[int, ...],
+    layers: Sequence[LayerSpec],
+    num_rows: int,
+    device: torch.device,
+    chosen: Mapping[str, dispatch.Selection],
+) -> LayerGroup:
+    """Zeroed storage for layers `ids`, scales of 1, and the kernels chosen for the format."""
+    side, fmt = key
+    k_caches, v_caches = fmt.allocate(len(ids), num_rows, device)
+    return LayerGroup(
+        side,
+        fmt,
+        ids,
+        tuple(layers[i].window for i in ids),
+        k_caches,
+        v_caches,
+        torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
+        *(dispatch.load(op, chosen[op]) for op in ("store_kv", "gather_kv", "move_kv")),
+    )

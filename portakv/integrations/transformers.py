@@ -1,0 +1,389 @@
+"""PortaKVCache: a transformers cache whose keys and values live in a HybridKVPool."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from portakv.allocator import HybridSlotAllocator
+from portakv.errors import OutOfSlots, PortaKVError
+from portakv.layers import check_positive, layers_from_config
+from portakv.pool import HybridKVPool
+from portakv.write_loc import KVWriteLoc
+
+Tensor = torch.Tensor
+
+
+class PortaKVCache(Cache):
+    """A batch of sequences in `pool`: `model.generate(..., cache=PortaKVCache(pool))`, or `model(..., cache=...)`.
+
+    Layer i of the model is layer i of the pool. Geometry, and so every mask, is that of transformers' DynamicCache: a
+    full layer returns all keys, a sliding-window layer the last `min(seen, window - 1)` and the new ones. All rows of
+    the batch have one length: left padding owns slots. Each forward takes its slots, and translates them, once for all
+    layers; before that it gives back the SWA slots that no query can see any more. So between forwards a sequence
+    holds, on the SWA side, its window, the rest of a page, and the tokens of the last forward, which `crop` may
+    take back.
+
+    The slots return to the pool with `reset()` and when the cache is dropped; `copy.deepcopy` makes a second cache on
+    the same pool. For inference: no gradient flows through it. Not thread-safe, as the pool's allocator.
+
+    Raises, and leaves the pool as it was: `OutOfSlots`; `ValueError` for another batch size or a layer that the pool
+    does not have; `PortaKVError` where the last forward did not write every layer (`crop` its tokens, or `reset`).
+    """
+
+    layers: list[_PoolLayer | DummyLayer]
+
+    def __init__(self, pool: HybridKVPool) -> None:
+        if not isinstance(pool, HybridKVPool):
+            raise TypeError(f"pool: expected a HybridKVPool, got {type(pool).__name__}")
+        self.pool = pool
+        self._batch = _Batch(pool)
+        super().__init__(
+            layers=[
+                DummyLayer() if spec.alias_of is not None else _PoolLayer(self._batch, i)
+                for i, spec in enumerate(pool.layers)
+            ]
+        )
+        # The layers know the batch, not the cache: without a cycle the slots return as soon as the cache is dropped.
+        weakref.finalize(self, _release_dropped, self._batch).atexit = False
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        batch_size: int,
+        max_tokens: int,
+        *,
+        max_chunk: int | None = None,
+        page_size: int = 16,
+        dtype: torch.dtype | str | None = None,
+        **options: Any,
+    ) -> PortaKVCache:
+        """A cache on a new pool, just large enough for `batch_size` sequences (times beams) of `max_tokens` tokens.
+
+        `max_tokens` counts prompt, padding and new tokens; `max_chunk` is the most tokens one forward adds, by default
+        a prompt of any length. `dtype` defaults to the model's; `options` go to HybridKVPool.
+        """
+        for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("page_size", page_size)):
+            check_positive(name, value)
+        chunk = max_tokens if max_chunk is None else check_positive("max_chunk", max_chunk)
+        layers = layers_from_config(model.config)
+        windows = [spec.window for spec in layers if spec.window is not None]
+        full = -(-max_tokens // page_size) * page_size
+        # A window that starts anywhere in a page, and the chunk behind it.
+        swa = (-(-(max(windows) + chunk) // page_size) + 1) * page_size if windows else full
+        options.setdefault("device", model.device)
+        return cls(
+            HybridKVPool(
+                layers,
+                size=batch_size * full,
+                swa_size=batch_size * min(swa, full) if windows else None,
+                page_size=page_size,
+                dtype=model.dtype if dtype is None else dtype,
+                **options,
+            )
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store `[B, H, q, D]` and `[B, H, q, Dv]` of one layer; returns the K and V its attention reads."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}")
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def reset(self) -> None:
+        """Give all slots back; the cache is as new, for any batch size."""
+        self._batch.release()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens, as after a rejected draft.
+
+        Always possible for the tokens of the last forward. Raises `ValueError` for a positive number, as transformers
+        does, for more tokens than there are, and where the window behind them is evicted.
+        """
+        self._batch.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was. Rows that stay in use change places; only duplicates are copied."""
+        self._batch.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times. Raises `OutOfSlots` before anything changes."""
+        check_positive("repeats", repeats)
+        self._batch.select(np.arange(self._batch.size).repeat(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (integers or a mask), in that order; the others' slots go back."""
+        self._batch.select(indices)
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: eviction waits for the next forward, so `crop` can take back what the last one added."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortaKVCache:
+        twin = memo[id(self)] = type(self)(self.pool)
+        twin._batch.copy_from(self._batch)
+        return twin
+
+
+class _PoolLayer(CacheLayerMixin):
+    """One layer's view of the batch: how many of its tokens this layer has written."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, batch: _Batch, layer_id: int) -> None:
+        super().__init__()
+        self.window = batch.pool.layers[layer_id].window
+        self.is_sliding = self.window is not None
+        self.layer_id = layer_id
+        self.length = 0
+        self._batch = batch
+        batch.layers.append(self)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the pool owns the memory."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._batch.update(self, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = _first_visible(self.length, self.window)
+        return self.length - offset + query_length, offset
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+
+class _Batch:
+    """The slots of a batch of sequences of one length, and the plan of the forward in flight."""
+
+    def __init__(self, pool: HybridKVPool) -> None:
+        self.pool = pool
+        self.allocator = pool.allocator
+        self.thread = threading.get_ident()
+        self.layers: list[_PoolLayer] = []
+        self.write: KVWriteLoc | None = None
+        self.reads: dict[int | None, KVWriteLoc] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.slots = torch.empty((0, 0), dtype=torch.int64)  # [B, capacity] full slots by row and position, on the host
+        self.length = 0
+        self.evicted = 0  # positions below have no SWA peer any more, in any row
+        self._set_layers(0)
+
+    @property
+    def size(self) -> int:
+        return self.slots.shape[0]
+
+    def update(self, layer: _PoolLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        batch, heads, num_tokens, k_dim = k.shape
+        past, starts = layer.length, layer.length == self.length
+        if starts:
+            self._begin(batch, num_tokens)
+        elif batch != self.size or past + num_tokens != self.length:
+            raise ValueError(
+                f"key_states: expected {self.length - past} tokens of {self.size} rows, as the first layer of this "
+                f"forward had, got {num_tokens} of {batch}"
+            )
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
+        pool, write = self.pool, self.write
+        assert write is not None
+        try:
+            pool.set_kv_buffer(layer.layer_id, write, _token_rows(k), _token_rows(v))
+        except BaseException:
+            if starts:
+                self._set_layers(past)
+                self._shrink(past)
+            raise
+        layer.length += num_tokens
+        self.unwritten -= 1
+        if not past and k.dtype is pool.dtype:
+            return k, v  # all that there is to read, as it was stored
+        read = self.reads[layer.window]
+        # Heads outermost: what a gather can write token by token and attention can read head by head.
+        k_out = k.new_empty((heads, len(read), k_dim))
+        v_out = v.new_empty((heads, len(read), v.shape[3]))
+        pool.gather_kv(layer.layer_id, read, k_out.transpose(0, 1), v_out.transpose(0, 1))
+        return _batched(k_out, batch), _batched(v_out, batch)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = self.length + tokens_to_remove
+        if not 0 <= length <= self.length:
+            raise ValueError(f"tokens_to_remove: expected {-self.length} to 0, got {tokens_to_remove}")
+        if lagging := [layer.layer_id for layer in self.layers if layer.length < length]:
+            raise ValueError(
+                f"tokens_to_remove: expected at least the {self.length - self.layers[lagging[0]].length} tokens that "
+                f"layers {lagging} did not write, got {-tokens_to_remove}"
+            )
+        if self.evicted > _first_visible(length, self.pool.window):
+            raise ValueError(
+                f"tokens_to_remove: the window before position {length} starts below {self.evicted}, where the SWA "
+                f"slots are given back, got {tokens_to_remove}"
+            )
+        self._shrink(length)
+        self._set_layers(length)
+
+    def select(self, source: Tensor | np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Make row i what row `source[i]` was. Of a row named n times the first keeps the slots, the others copy."""
+        if not self.length:
+            return
+        self._require_whole()
+        try:
+            rows = np.arange(self.size)[source.cpu().numpy() if isinstance(source, Tensor) else source].tolist()
+        except IndexError as error:
+            raise ValueError(f"indices: expected rows of 0 to {self.size - 1}: {error}") from None
+        if not rows:
+            return self.release()
+        spare = sorted(set(range(self.size)) - set(rows))  # rows nobody keeps: the copies go there first
+        kept: set[int] = set()
+        copies = [i for i, row in enumerate(rows) if row in kept or kept.add(row)]  # type: ignore[func-returns-value]
+        old = self.slots[:, : self.length]
+        targets = torch.cat((old[spare], self._new_rows(max(0, len(copies) - len(spare)))))
+        new = old[rows]
+        if copies:
+            self.pool.move_kv_cache(targets[: len(copies)].flatten(), new[copies].flatten())
+            new[copies] = targets[: len(copies)]
+        self.allocator.free(targets[len(copies) :].flatten())
+        self.slots = new
+
+    def copy_from(self, other: _Batch) -> None:
+        other._require_whole()
+        self.length, self.evicted = other.length, other.evicted
+        try:
+            slots = self._new_rows(other.size)
+        except BaseException:
+            self._forget()
+            raise
+        self.pool.move_kv_cache(slots.flatten(), other.slots[:, : other.length].flatten())
+        self.slots = slots
+        self._set_layers(other.length)
+
+    def release(self) -> None:
+        slots = self.slots[:, : self.length].flatten()
+        self._forget()
+        self.allocator.free(slots)
+
+    def _begin(self, batch: int, num_tokens: int) -> None:
+        """Start a forward: evict, take slots, and translate what the layers will write and read."""
+        self._require_whole()
+        past, length = self.length, self.length + num_tokens
+        if past and batch != self.size:
+            raise ValueError(f"key_states: expected the cache's {self.size} rows, got {batch}; reset() starts anew")
+        _free_orphans(self.allocator)
+        frontier = self._frontier(past)
+        self._require_room(batch, length, batch * (frontier - self.evicted))
+        if frontier > self.evicted:
+            cursors, queries = np.full((2, batch), [[self.evicted], [past]])
+            self.allocator.evict_swa(self.slots, np.arange(batch), cursors, queries)
+            self.evicted = frontier
+        last = self.slots[:, past - 1] if past else np.full(batch, -1)
+        if num_tokens == 1:
+            loc = self.allocator.alloc_decode(np.full(batch, length), last)
+        else:
+            loc = self.allocator.alloc_extend(np.full(batch, past), np.full(batch, length), last)
+        if length > self.slots.shape[1]:
+            grown = torch.empty((batch, max(length, 2 * self.slots.shape[1])), dtype=torch.int64)
+            if past:
+                grown[:, :past] = self.slots[:, :past]
+            self.slots = grown
+        self.slots[:, past:length] = loc.view(batch, num_tokens)
+        self.length, self.unwritten = length, len(self.layers)
+        self.write = self.pool.plan_write(loc)
+        self.reads = {window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}}
+
+    def _plan_read(self, query: int, window: int | None) -> KVWriteLoc:
+        """What layers of `window` read when the first new token is at `query`; only SWA slots need a translation."""
+        slots = self.slots[:, _first_visible(query, window) : self.length].flatten()
+        return KVWriteLoc(slots.to(self.pool.device)) if window is None else self.pool.plan_write(slots)
+
+    def _frontier(self, query: int) -> int:
+        """Positions below it are in no window of a query at `query` or later, in whole pages."""
+        if self.pool.window is None:
+            return 0
+        page_size = self.pool.page_size
+        return max(self.evicted, _first_visible(query, self.pool.window) // page_size * page_size)
+
+    def _require_room(self, batch: int, length: int, evictable: int) -> None:
+        """Raise OutOfSlots before the eviction: a forward that does not fit changes nothing."""
+        page_size = self.pool.page_size
+        need = batch * page_size * (-(-length // page_size) - -(-self.length // page_size))
+        for side, extra in (("full", 0), ("swa", evictable)) if self.pool.has_swa else (("full", 0),):
+            if need > (free := self.allocator.available(side) + extra):
+                raise OutOfSlots(side, need, free)
+
+    def _new_rows(self, num_rows: int) -> Tensor:
+        """Slots `[num_rows, length]` with SWA peers at the positions where this batch has them."""
+        lengths = np.full((3, num_rows), [[0], [self.length], [-1]])
+        slots = self.allocator.alloc_extend(*lengths, swa_tail=self.length - self.evicted)
+        return slots.view(num_rows, self.length)
+
+    def _shrink(self, length: int) -> None:
+        self.allocator.rewind(self.slots[:, length : self.length].flatten())
+        self.length = length
+        if not length:
+            self._forget()
+
+    def _set_layers(self, length: int) -> None:
+        """Every layer has written `length` tokens, and no forward is in flight."""
+        for layer in self.layers:
+            layer.length = length
+        self.unwritten = 0
+
+    def _require_whole(self) -> None:
+        if self.unwritten:
+            lagging = [layer.layer_id for layer in self.layers if layer.length < self.length]
+            raise PortaKVError(f"layers {lagging} did not write the last forward's tokens: crop them, or reset the cache")
+
+
+def _first_visible(position: int, window: int | None) -> int:
+    """The first key a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _token_rows(x: Tensor) -> Tensor:
+    """`[B, H, q, D]` as `[B * q, H, D]`; a view where q is 1 or x is a transposed projection."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _batched(x: Tensor, batch: int) -> Tensor:
+    """`[H, B * S, D]` as `[B, H, S, D]`, a view."""
+    return x.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+_orphans: weakref.WeakKeyDictionary[HybridSlotAllocator, list[_Batch]] = weakref.WeakKeyDictionary()
+"""Dropped batches whose slots could not be freed on the spot."""
+
+
+def _release_dropped(batch: _Batch) -> None:
+    """Free the slots of a dropped cache.
+
+    The garbage collector drops caches at any time and in any thread: also inside a call of the allocator, which must
+    not be entered twice. Those slots are freed at the start of the next forward on the same pool.
+    """
+    frame = sys._getframe() if threading.get_ident() == batch.thread else None
+    while frame is not None and frame.f_globals.get("__name__") != HybridSlotAllocator.__module__:
+        frame = frame.f_back
+        if frame is None:
+            return batch.release()
+    _orphans.setdefault(batch.allocator, []).append(batch)
+
+
+def _free_orphans(allocator: HybridSlotAllocator) -> None:
+    orphans: Sequence[_Batch] = _orphans.pop(allocator, ())
+    for batch in orphans:
+        batch.release()

@@ -1,0 +1,15 @@
+"""Kernel bodies in Triton, shared by every device whose Triton compiles them. Importing this imports triton."""
+
+from __future__ import annotations
+
+from portakv.kernels._triton import cast_loc, gather_kv, move_kv, patch_map, store_kv, translate_loc
+
+SOURCES = {
+    "translate_loc": translate_loc.source,
+    "cast_loc": cast_loc.source,
+    "patch_map": patch_map.source,
+    "store_kv": store_kv.source,
+    "gather_kv": gather_kv.source,
+    "move_kv": move_kv.source,
+}
+"""How each op's variants become kernels."""

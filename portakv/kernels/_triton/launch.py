@@ -1,0 +1,177 @@
+"""Compiles a kernel once per `Variant` and device, and launches it with little Python in between.
+
+`fn[grid](...)` would specialise on what each call brings: alignment, ones, int32 or int64 sizes. Here the
+signature is explicit, so a call can only ever ask for a variant that `list_variants` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from portakv.errors import NoKernel
+from portakv.formats import KVFormat, Variant
+from portakv.kernels._triton.rows import VECTOR_BYTES, Tile, Tiles
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One variant's kernel before compilation.
+
+    A kernel takes pointers, then int64 scalars, then constexprs. `tensors` maps the pointers to element types:
+    "u8" for rows, which the kernel casts to its own unit. `chunks` programs together cover `rows` rows.
+    """
+
+    fn: Any
+    tensors: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    rows: int
+    chunks: int = 1
+
+
+SourceOf = Callable[[Variant, tuple[Tile, ...], int], Source]
+"""Makes the source of a variant from a device's tiles and its lanes per warp."""
+
+
+def compile_source(source: Source, target: GPUTarget) -> Any:
+    """Triton's compiled kernel for `target`; needs no device. Its `asm` has ttir, and ptx and cubin, amdgcn and
+    hsaco, or spv."""
+    signature = dict.fromkeys(source.fn.arg_names, "i64")
+    signature |= {name: f"*{kind}" for name, kind in source.tensors.items()}
+    signature |= dict.fromkeys(source.constants, "constexpr")
+    attrs = {}
+    if source.constants.get("ALIGNED"):
+        rows = (i for i, kind in enumerate(source.tensors.values()) if kind == "u8")
+        attrs = {(i,): [["tt.divisibility", VECTOR_BYTES]] for i in rows}
+    ast = ASTSource(source.fn, signature, dict(source.constants), attrs)
+    # Fusing a multiply and an add would round once where the definition rounds twice.
+    return triton.compile(ast, target=target, options={"num_warps": source.num_warps, "enable_fp_fusion": False})
+
+
+class Kernel:
+    """A variant that is ready to run on one device. Call it with a grid, the tensors and the int scalars."""
+
+    __slots__ = ("rows", "chunks", "_device", "_guard", "_current", "_stream", "_run", "_function", "_metadata", "_tail")
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.rows, self.chunks = source.rows, source.chunks
+        module = torch.get_device_module(device)
+        self._device, self._guard, self._current = device.index, module.device, module.current_device
+        with self._guard(self._device):
+            compiled = compile_source(source, driver.active.get_current_target())
+            self._run = compiled.run  # loads the binary, so it comes before `function`
+        self._function, self._metadata = compiled.function, compiled.packed_metadata
+        self._stream = driver.active.get_current_stream
+        # The launcher takes launch metadata, two profiler hooks, and a place for every constexpr.
+        self._tail = (None,) * len(source.constants)
+
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        device = self._device
+        if self._current() != device:
+            with self._guard(device):
+                self._launch(grid, tensors, scalars)
+        else:
+            self._launch(grid, tensors, scalars)
+
+    def _launch(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        # Addresses instead of tensors: the launcher would look each one up in the driver.
+        pointers = [t.data_ptr() for t in tensors]
+        stream = self._stream(self._device)
+        self._run(*grid, stream, self._function, self._metadata, None, None, None, *pointers, *scalars, *self._tail)
+
+
+INTERPRETER_TILES = (Tile(1 << 20, 1 << 14, 16),)
+"""The interpreter's time is per program: a larger tile, still small enough that tests have several."""
+
+
+class InterpretedKernel:
+    """The same under `TRITON_INTERPRET=1`, for tensors on a CPU."""
+
+    def __init__(self, source: Source) -> None:
+        self.rows, self.chunks = source.rows, source.chunks
+        self._source = source
+
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        kinds = self._source.tensors.values()
+        views = [t.view(torch.uint8) if kind == "u8" else t for t, kind in zip(tensors, kinds, strict=True)]
+        self._source.fn[grid](*views, *scalars, **self._source.constants)
+
+
+class Launcher:
+    """One device folder's compiled kernels: its `backend`, its tiles, and what each variant became."""
+
+    def __init__(self, backend: str, sources: Mapping[str, SourceOf], tiles: Tiles) -> None:
+        self.backend = backend
+        self.tiles = tiles
+        self._sources = sources
+        self._kernels: dict[tuple[Variant, int], Kernel | InterpretedKernel | NoKernel] = {}
+        self._hot: dict[tuple[object, ...], tuple[Kernel | InterpretedKernel, KVFormat | None]] = {}
+
+    @property
+    def variants(self) -> frozenset[Variant]:
+        """Every variant that was asked for so far, on any device."""
+        return frozenset(variant for variant, _ in self._kernels)
+
+    def source(self, variant: Variant, warp_size: int) -> Source:
+        """What `variant` compiles from on a device with `warp_size` lanes per warp."""
+        return self._sources[variant.op](variant, self.tiles[warp_size], warp_size)
+
+    def compile(self, variant: Variant, target: GPUTarget) -> Any:
+        """`variant` for `target`, without a device (see `compile_source`)."""
+        return compile_source(self.source(variant, target.warp_size), target)
+
+    def find(
+        self,
+        op: str,
+        on: Tensor,
+        fmt: KVFormat | None = None,
+        dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype = torch.int64,
+        out_index_dtype: torch.dtype | None = None,
+        alignment: int = VECTOR_BYTES,
+    ) -> Kernel | InterpretedKernel:
+        """The kernel of a variant for the device of tensor `on`; compiled at its first use."""
+        # Hashing a KVFormat costs as much as the rest of a launch; its id is safe while the value holds it.
+        key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, on.get_device())
+        hit = self._hot.get(key)
+        if hit is None:
+            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment)
+            hit = self._hot[key] = (self.warm(variant, on.device), fmt)
+        return hit[0]
+
+    def warm(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
+        """Compile and load `variant` for `device`. A failure is remembered: the same `NoKernel` every time."""
+        key = (variant, -1 if device.index is None else device.index)
+        found = self._kernels.get(key)
+        if found is None:
+            try:
+                found = self._build(variant, device)
+            except Exception as e:
+                found = NoKernel(variant.op, str(device), [(f"triton {triton.__version__}", f"{type(e).__name__}: {e}")])
+                found.__cause__ = e
+            self._kernels[key] = found
+        if isinstance(found, NoKernel):
+            raise found.with_traceback(None)
+        return found
+
+    def _build(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
+        source = self._sources[variant.op](variant, INTERPRETER_TILES, 32)
+        if not isinstance(source.fn, triton.JITFunction):  # TRITON_INTERPRET=1 replaced it
+            return InterpretedKernel(source)
+        if device.index is None:
+            raise ValueError(f"expected tensors on a {self.backend} device, got {device}")
+        with torch.get_device_module(device).device(device):
+            target = driver.active.get_current_target()
+        if target.backend != self.backend:
+            raise ValueError(f"expected Triton's {self.backend} driver, got its {target.backend} driver")
+        return Kernel(self.source(variant, target.warp_size), device)

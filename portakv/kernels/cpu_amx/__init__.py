@@ -1,0 +1,45 @@
+"""The CPU ops in C++, one build per instruction set; same signatures and bits as `portakv.kernels.reference`.
+
+The extension is loaded at the first use of an op, so importing this package costs nothing and works without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portakv.kernels.cpu_amx._native import (
+        cast_loc as cast_loc,
+        gather_kv as gather_kv,
+        isa as isa,
+        isas as isas,
+        move_kv as move_kv,
+        patch_map as patch_map,
+        store_kv as store_kv,
+        translate_loc as translate_loc,
+    )
+
+_OPS = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv")
+_NAMES = (*_OPS, "isa", "isas")
+
+
+def build_problem() -> str | None:
+    """Why this installation has no CPU extension, or None where it has one. Loads neither torch nor the extension."""
+    try:
+        from portakv.kernels.cpu_amx._build import PROBLEM
+    except ModuleNotFoundError:
+        return "not built: this is a source tree, `pip install .` builds the CPU kernels"
+    return PROBLEM
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if problem := build_problem():
+        raise ImportError(f"{__name__}: {problem}")
+    import torch  # noqa: F401 (first, so that the extension shares torch's OpenMP runtime)
+
+    from portakv.kernels.cpu_amx import _native
+
+    globals().update({each: getattr(_native, each) for each in _NAMES})
+    return globals()[name]

@@ -1,0 +1,76 @@
+// The jobs that the Python layer (native.cpp) hands to the kernels (kernels.cpp), as plain data.
+//
+// kernels.cpp is compiled once per instruction set. This header is all that those units share, and holds no inline
+// function: a linker that merged an AVX-512 copy of one into the generic unit would break older machines.
+#pragma once
+
+#include <cstdint>
+
+namespace portakv {
+
+enum class DType : uint8_t { f32, f16, bf16, e4m3fn, e4m3fnuz, e5m2, e5m2fnuz, i32, i64, other };
+
+// A 1-D int32 or int64 tensor. `stride` counts elements.
+struct Slots {
+    char* data;
+    int64_t size;
+    int64_t stride;
+    bool wide;
+};
+
+// Rows `[rows, H, D]` or `[pages, page, H, D]`. Strides are bytes; `page` is 0 where rows are evenly spaced.
+struct Rows {
+    char* data;
+    int64_t row_stride;
+    int64_t head_stride;
+    int64_t page;
+    int64_t page_stride;
+    DType dtype;
+};
+
+// K or V of a store or gather. `scale` is one float32 per head, `scale_stride` elements apart, where one side is fp8.
+struct Half {
+    Rows src;
+    Rows dst;
+    int64_t heads;
+    int64_t dim;
+    const float* scale;
+    int64_t scale_stride;
+};
+
+// Slots outside [first, end) are skipped; those >= end are added to `*fault`.
+struct RowJob {
+    Slots loc;
+    int64_t first;
+    int64_t end;
+    Half half[2];
+    int64_t* fault;
+    int threads;
+};
+
+// One K or V buffer of every layer, and the rows to copy within each.
+struct MoveJob {
+    Rows rows;  // of layer 0
+    int64_t layer_stride;
+    int64_t layers;
+    int64_t heads;
+    int64_t head_bytes;
+    const int64_t* tgt;
+    const int64_t* src;
+    int64_t count;
+    char* staging;  // `threads` pieces of `staging_bytes`
+    int64_t staging_bytes;
+    int threads;
+};
+
+struct Kernels {
+    const char* isa;
+    void (*store)(const RowJob&);
+    void (*gather)(const RowJob&);
+    void (*move)(const MoveJob&);
+};
+
+// On other machines than x86-64 only the last is there.
+extern const Kernels kernels_avx512, kernels_avx2, kernels_generic;
+
+}  // namespace portakv

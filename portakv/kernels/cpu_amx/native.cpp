@@ -1,0 +1,398 @@
+// The Python functions of the CPU kernels: arguments are checked here, before anything is written.
+//
+// Signatures and meaning are those of portakv/kernels/reference.py.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "kernels.h"
+#include "tensor.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace portakv {
+namespace {
+
+// Order of portakv.formats.FAULT_KINDS.
+enum Fault { kTranslateLoc, kCastLoc, kStoreKv, kGatherKv, kMoveKv, kNumFaults };
+
+const Kernels* kernels = &kernels_generic;
+PyObject *page_size_, *dtype_;
+
+// ---- arguments ----------------------------------------------------------------------------------------------------
+
+std::string shape_text(const View& v) {
+    std::string s = "[";
+    for (int i = 0; i < v.rank; ++i) s += (i ? ", " : "") + std::to_string(v.shape[i]);
+    return s + "]";
+}
+
+[[noreturn]] void refuse_shape(const View& v, const std::string& expected) {
+    refuse_value(v.name, ("shape " + expected).c_str(), shape_text(v).c_str());
+}
+
+Slots as_slots(const View& v) {
+    if (v.dtype != DType::i32 && v.dtype != DType::i64) refuse_type(v.name, "int32 or int64", dtype_name(v.dtype));
+    if (v.rank != 1) refuse_shape(v, "[tokens]");
+    return {v.data, v.shape[0], v.stride[0], v.dtype == DType::i64};
+}
+
+Slots read_slots(nb::handle object, const char* name) { return as_slots(read_tensor(object, name)); }
+
+Slots read_wide(nb::handle object, const char* name) {
+    Slots s = read_slots(object, name);
+    if (!s.wide) refuse_type(name, "int64", "int32");
+    return s;
+}
+
+int64_t* read_faults(nb::handle object) {
+    Slots s = read_wide(object, "faults");
+    if (s.size < kNumFaults || s.stride != 1)
+        refuse_value("faults", "5 or more dense counters", std::to_string(s.size).c_str());
+    return reinterpret_cast<int64_t*>(s.data);
+}
+
+// `heads` and `dim` of a row tensor are its last two axes; whatever stands before them counts rows.
+struct RowView {
+    Rows rows;
+    int64_t count;
+    int64_t heads;
+    int64_t dim;
+};
+
+RowView as_rows(const View& v, int first_axis, bool may_page) {
+    int rank = v.rank - first_axis;
+    if (rank != 3 && !(may_page && rank == 4))
+        refuse_shape(v, first_axis ? "[layers, rows, heads, dim]" : may_page ? "[rows, heads, dim] or [pages, page, heads, dim]" : "[tokens, heads, dim]");
+    if (v.dtype >= DType::i32) refuse_type(v.name, "a float32, float16, bfloat16 or fp8 tensor", dtype_name(v.dtype));
+    int last = v.rank - 1;
+    if (v.shape[last] > 1 && v.stride[last] != 1)
+        refuse_value(v.name, "a dense last axis", ("stride " + std::to_string(v.stride[last])).c_str());
+    int64_t item = dtype_bytes(v.dtype);
+    RowView r{{v.data, v.stride[last - 2] * item, v.stride[last - 1] * item, 0, 0, v.dtype},
+              v.shape[last - 2], v.shape[last - 1], v.shape[last]};
+    if (rank == 4) {
+        int64_t page = r.count, page_stride = v.stride[0] * item;
+        r.count = v.shape[0] * page;
+        if (page == 1) {
+            r.rows.row_stride = page_stride;
+        } else if (page_stride != page * r.rows.row_stride) {
+            r.rows.page = page;
+            r.rows.page_stride = page_stride;
+        }
+    }
+    return r;
+}
+
+int64_t read_page_size(nb::handle fmt) {
+    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), page_size_));
+    if (!value.is_valid()) nb::raise_python_error();
+    int64_t page = PyLong_AsLongLong(value.ptr());
+    if (page == -1 && PyErr_Occurred()) nb::raise_python_error();
+    return page < 0 ? 0 : page;
+}
+
+void check_dtype(nb::handle fmt, const View& cache) {
+    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), dtype_));
+    if (!value.is_valid()) nb::raise_python_error();
+    DType dtype = read_dtype(value);
+    if (dtype != cache.dtype) refuse_type(cache.name, dtype_name(dtype), dtype_name(cache.dtype));
+}
+
+bool is_fp8(DType t) { return t >= DType::e4m3fn && t <= DType::e5m2fnuz; }
+
+// One side of a store (`scatter`) or gather: `x [tokens, H, D]` against the rows of `cache`.
+Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nb::handle scale,
+          const char* scale_name) {
+    RowView x = as_rows(x_view, 0, false);
+    if (x.count != tokens || x.heads != cache.heads || x.dim != cache.dim)
+        refuse_shape(x_view, "[" + std::to_string(tokens) + ", " + std::to_string(cache.heads) + ", " +
+                                 std::to_string(cache.dim) + "]");
+    Half half{scatter ? x.rows : cache.rows, scatter ? cache.rows : x.rows, x.heads, x.dim, nullptr, 0};
+    if (x.rows.dtype == cache.rows.dtype) return half;
+    if (is_fp8(x.rows.dtype))
+        refuse_type(x_view.name, ("a float dtype or " + std::string(dtype_name(cache.rows.dtype))).c_str(),
+                    dtype_name(x.rows.dtype));
+    if (is_fp8(cache.rows.dtype)) {
+        View s = read_tensor(scale, scale_name);
+        if (s.dtype != DType::f32) refuse_type(scale_name, "float32", dtype_name(s.dtype));
+        if (s.rank != 1 || s.shape[0] != x.heads) refuse_shape(s, "[" + std::to_string(x.heads) + "]");
+        half.scale = reinterpret_cast<const float*>(s.data);
+        half.scale_stride = s.stride[0];
+    }
+    return half;
+}
+
+// ---- threads ------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kParallelBytes = 64 << 10;  // below this one thread is faster than waking a second
+constexpr int64_t kThreadBytes = 32 << 10;
+constexpr int64_t kGilBytes = 32 << 10;  // letting go of the GIL costs about as much as copying this
+
+int threads_for(int64_t bytes) {
+#ifdef _OPENMP
+    if (bytes < kParallelBytes || omp_in_parallel()) return 1;
+    int64_t most = omp_get_max_threads(), useful = bytes / kThreadBytes;
+    return int(most < useful ? most : useful);
+#else
+    (void)bytes;
+    return 1;
+#endif
+}
+
+template <class Job>
+void launch(void (*kernel)(const Job&), const Job& job, int64_t bytes) {
+    if (bytes < kGilBytes) return kernel(job);
+    nb::gil_scoped_release release;
+    kernel(job);
+}
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+int64_t half_bytes(const Half& h) { return h.heads * h.dim * (dtype_bytes(h.src.dtype) + dtype_bytes(h.dst.dtype)) / 2; }
+
+void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc,
+             nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt, const char* const names[4]) {
+    RowJob job;
+    job.loc = read_slots(loc, "loc");
+    View kc_view = read_tensor(k_cache, "k_cache"), vc_view = read_tensor(v_cache, "v_cache");
+    RowView kc = as_rows(kc_view, 0, true), vc = as_rows(vc_view, 0, true);
+    check_dtype(fmt, kc_view);
+    if (vc.rows.dtype != kc.rows.dtype) refuse_type("v_cache", dtype_name(kc.rows.dtype), dtype_name(vc.rows.dtype));
+    if (vc.count != kc.count)
+        refuse_value("v_cache", (std::to_string(kc.count) + " rows").c_str(), std::to_string(vc.count).c_str());
+    job.first = scatter ? read_page_size(fmt) : 0;
+    job.end = kc.count;
+    job.half[0] = bind(read_tensor(k, names[0]), kc, job.loc.size, scatter, k_scale, names[2]);
+    job.half[1] = bind(read_tensor(v, names[1]), vc, job.loc.size, scatter, v_scale, names[3]);
+    job.fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
+    if (job.loc.size == 0) return;
+    int64_t bytes = job.loc.size * (half_bytes(job.half[0]) + half_bytes(job.half[1]));
+    job.threads = threads_for(bytes);
+    launch(scatter ? kernels->store : kernels->gather, job, bytes);
+}
+
+void store_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_inv,
+              nb::handle v_inv, nb::handle faults, nb::handle fmt) {
+    static const char* const names[] = {"k", "v", "k_inv", "v_inv"};
+    rows_op(true, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, names);
+}
+
+void gather_kv(nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_out, nb::handle v_out,
+               nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt) {
+    static const char* const names[] = {"k_out", "v_out", "k_scale", "v_scale"};
+    rows_op(false, k_out, v_out, k_cache, v_cache, loc, k_scale, v_scale, faults, fmt, names);
+}
+
+int64_t slot_at(const Slots& s, int64_t t) {
+    t *= s.stride;
+    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
+}
+
+void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handle src, nb::handle faults,
+             nb::handle fmt) {
+    View views[2] = {read_tensor(k_caches, "k_caches"), read_tensor(v_caches, "v_caches")};
+    Slots to = read_slots(tgt, "tgt"), from = read_slots(src, "src");
+    if (to.size != from.size)
+        refuse_value("tgt", (std::to_string(from.size) + " slots").c_str(), std::to_string(to.size).c_str());
+    int64_t* fault = read_faults(faults) + kMoveKv;
+    MoveJob jobs[2];
+    int64_t num_rows = -1, widest = 1;
+    for (int i = 0; i < 2; ++i) {
+        RowView r = as_rows(views[i], 1, false);
+        if (i == 0) {
+            check_dtype(fmt, views[0]);
+            num_rows = r.count;
+        } else if (views[1].dtype != views[0].dtype) {
+            refuse_type("v_caches", dtype_name(views[0].dtype), dtype_name(views[1].dtype));
+        } else if (r.count != num_rows || views[1].shape[0] != views[0].shape[0]) {
+            refuse_shape(views[1], "[" + std::to_string(views[0].shape[0]) + ", " + std::to_string(num_rows) + ", heads, dim]");
+        }
+        int64_t item = dtype_bytes(views[i].dtype);
+        jobs[i] = {r.rows, views[i].stride[0] * item, views[i].shape[0], r.heads, r.dim * item, nullptr, nullptr, 0, nullptr, 0, 1};
+        widest = std::max(widest, r.heads * r.dim * item);
+    }
+    int64_t first = read_page_size(fmt), over = 0, count = 0;
+    std::vector<int64_t> pairs(2 * size_t(to.size));
+    int64_t *targets = pairs.data(), *sources = targets + to.size;
+    for (int64_t i = 0; i < to.size; ++i) {
+        int64_t s = slot_at(from, i), t = slot_at(to, i);
+        bool readable = s >= 0 && s < num_rows;
+        over += s >= num_rows || (readable && t >= num_rows);
+        targets[count] = t;
+        sources[count] = s;
+        count += readable && t >= first && t < num_rows;
+    }
+    if (over) __atomic_fetch_add(fault, over, __ATOMIC_RELAXED);
+    if (count == 0) return;
+    int64_t layers = views[0].shape[0];
+    int64_t bytes = count * layers * (jobs[0].heads * jobs[0].head_bytes + jobs[1].heads * jobs[1].head_bytes);
+    int threads = threads_for(bytes);
+    int64_t staging = std::min(count * widest, std::max<int64_t>(256 << 10, count * 64));
+    std::unique_ptr<char[]> buffer(new char[size_t(staging * threads)]);
+    auto run = [&] {
+        for (MoveJob& job : jobs) {
+            job.tgt = targets;
+            job.src = sources;
+            job.count = count;
+            job.staging = buffer.get();
+            job.staging_bytes = staging;
+            job.threads = threads;
+            kernels->move(job);
+        }
+    };
+    if (bytes < kGilBytes) return run();
+    nb::gil_scoped_release release;
+    run();
+}
+
+// ---- slots --------------------------------------------------------------------------------------------------------
+
+void put_slot(const Slots& s, int64_t t, int64_t value) {
+    t *= s.stride;
+    if (s.wide)
+        reinterpret_cast<int64_t*>(s.data)[t] = value;
+    else
+        reinterpret_cast<int32_t*>(s.data)[t] = int32_t(value);
+}
+
+struct Out {
+    Slots slots;
+    bool given;
+};
+
+Out read_out(nb::handle object, const char* name, int64_t tokens) {
+    if (object.is_none()) return {{}, false};
+    Slots s = read_slots(object, name);
+    if (s.size < tokens)
+        refuse_value(name, (std::to_string(tokens) + " or more slots").c_str(), std::to_string(s.size).c_str());
+    return {s, true};
+}
+
+// Write one slot; -1 and a fault where an int32 output cannot hold it.
+int64_t put_checked(const Slots& s, int64_t t, int64_t value) {
+    bool unfit = !s.wide && value != int32_t(value);
+    put_slot(s, t, unfit ? -1 : value);
+    return unfit;
+}
+
+void put_tail(const Slots& s, int64_t begin) {
+    for (int64_t t = begin; t < s.size; ++t) put_slot(s, t, 0);
+}
+
+void translate_loc(nb::handle mapping, nb::handle loc, nb::handle swa_out, nb::handle loc_out, nb::handle swa_twin,
+                   nb::handle loc_twin, nb::handle faults) {
+    Slots map = read_wide(mapping, "mapping"), in = read_slots(loc, "loc");
+    if (map.size < 1) refuse_value("mapping", "1 or more entries", "0");
+    Out swa[] = {read_out(swa_out, "swa_out", in.size), read_out(swa_twin, "swa_twin", in.size)};
+    if (!swa[0].given) refuse_type("swa_out", "a tensor", "None");
+    Out full[] = {read_out(loc_out, "loc_out", in.size), read_out(loc_twin, "loc_twin", in.size)};
+    int64_t* fault = read_faults(faults);
+    int64_t num_rows = map.size - 1, over = 0, unfit = 0;
+    for (int64_t t = 0; t < in.size; ++t) {
+        int64_t slot = slot_at(in, t);
+        bool inside = slot >= 0 && slot < num_rows;
+        over += slot >= num_rows;
+        int64_t peer = inside ? reinterpret_cast<const int64_t*>(map.data)[slot * map.stride] : -1;
+        for (const Out& out : swa)
+            if (out.given) unfit += put_checked(out.slots, t, peer);
+        for (const Out& out : full)
+            if (out.given) unfit += put_checked(out.slots, t, slot);
+    }
+    for (const Out* outs : {swa, full})
+        for (int i = 0; i < 2; ++i)
+            if (outs[i].given) put_tail(outs[i].slots, in.size);
+    if (over) __atomic_fetch_add(fault + kTranslateLoc, over, __ATOMIC_RELAXED);
+    if (unfit) __atomic_fetch_add(fault + kCastLoc, unfit, __ATOMIC_RELAXED);
+}
+
+void cast_loc(nb::handle loc, nb::handle out, nb::handle faults) {
+    Slots in = read_slots(loc, "loc");
+    Out to = read_out(out, "out", in.size);
+    if (!to.given) refuse_type("out", "a tensor", "None");
+    int64_t* fault = read_faults(faults);
+    int64_t unfit = 0;
+    for (int64_t t = 0; t < in.size; ++t) unfit += put_checked(to.slots, t, slot_at(in, t));
+    put_tail(to.slots, in.size);
+    if (unfit) __atomic_fetch_add(fault + kCastLoc, unfit, __ATOMIC_RELAXED);
+}
+
+void patch_map(nb::handle mapping, nb::handle slots, nb::handle values) {
+    Slots map = read_wide(mapping, "mapping"), at = read_wide(slots, "slots"), to = read_wide(values, "values");
+    if (to.size != at.size)
+        refuse_value("values", (std::to_string(at.size) + " entries").c_str(), std::to_string(to.size).c_str());
+    for (int64_t i = 0; i < at.size; ++i) {
+        int64_t slot = slot_at(at, i);
+        if (slot < 0 || slot >= map.size)
+            refuse_value("slots", ("0 <= slot < " + std::to_string(map.size)).c_str(), std::to_string(slot).c_str());
+    }
+    for (int64_t i = 0; i < at.size; ++i) put_slot(map, slot_at(at, i), slot_at(to, i));
+}
+
+// ---- instruction sets ---------------------------------------------------------------------------------------------
+
+std::vector<const Kernels*> runnable() {
+    std::vector<const Kernels*> out;
+#ifdef PORTAKV_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        out.push_back(&kernels_avx512);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) out.push_back(&kernels_avx2);
+#endif
+    out.push_back(&kernels_generic);
+    return out;
+}
+
+nb::tuple isas() {
+    nb::list names;
+    for (const Kernels* k : runnable()) names.append(k->isa);
+    return nb::tuple(names);
+}
+
+void set_isa(const std::string& name) {
+    for (const Kernels* k : runnable())
+        if (name == k->isa) {
+            kernels = k;
+            return;
+        }
+    refuse_value("name", "one of isas()", name.c_str());
+}
+
+}  // namespace
+}  // namespace portakv
+
+NB_MODULE(_native, m) {
+    using namespace portakv;
+    init_tensors();
+    kernels = runnable().front();
+    page_size_ = PyUnicode_InternFromString("page_size");
+    dtype_ = PyUnicode_InternFromString("dtype");
+
+    m.doc() = "The ops of portakv.kernels.reference on CPU tensors.";
+    m.def("translate_loc", &translate_loc, "mapping"_a, "loc"_a, "swa_out"_a, "loc_out"_a.none(), "swa_twin"_a.none(),
+          "loc_twin"_a.none(), "faults"_a);
+    m.def("cast_loc", &cast_loc, "loc"_a, "out"_a, "faults"_a);
+    m.def("patch_map", &patch_map, "mapping"_a, "slots"_a, "values"_a);
+    m.def("store_kv", &store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "loc"_a, "k_inv"_a, "v_inv"_a, "faults"_a,
+          "fmt"_a);
+    m.def("gather_kv", &gather_kv, "k_cache"_a, "v_cache"_a, "loc"_a, "k_out"_a, "v_out"_a, "k_scale"_a, "v_scale"_a,
+          "faults"_a, "fmt"_a);
+    m.def("move_kv", &move_kv, "k_caches"_a, "v_caches"_a, "tgt"_a, "src"_a, "faults"_a, "fmt"_a);
+    m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
+    m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
+    m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");
+    m.def("use_exchange_api", &use_exchange_api, "enable"_a,
+          "For tests: read tensors through DLPack's exchange API or their Python attributes; returns which is in use.");
+}

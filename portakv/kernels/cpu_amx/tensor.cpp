@@ -1,0 +1,177 @@
+#include "tensor.h"
+
+#include <string>
+
+namespace nb = nanobind;
+
+namespace portakv {
+namespace {
+
+// ---- DLPack 1.x, https://github.com/dmlc/dlpack/blob/main/include/dlpack/dlpack.h: the part used here -------------
+
+enum : int32_t { kDLCPU = 1, kDLCUDAHost = 3, kDLROCMHost = 11 };
+enum : uint8_t { kDLInt = 0, kDLFloat = 2, kDLBfloat = 4, kDLE4M3FN = 10, kDLE4M3FNUZ = 11, kDLE5M2 = 12, kDLE5M2FNUZ = 13 };
+
+struct DLTensor {
+    void* data;
+    int32_t device_type;
+    int32_t device_id;
+    int32_t ndim;
+    uint8_t code;
+    uint8_t bits;
+    uint16_t lanes;
+    int64_t* shape;
+    int64_t* strides;
+    uint64_t byte_offset;
+};
+
+struct DLPackExchangeAPI {
+    uint32_t major;
+    uint32_t minor;
+    DLPackExchangeAPI* prev_api;
+    void* managed_tensor_allocator;
+    void* managed_tensor_from_py_object_no_sync;
+    void* managed_tensor_to_py_object_no_sync;
+    int (*dltensor_from_py_object_no_sync)(void* object, DLTensor* out);
+    void* current_work_stream;
+};
+
+// -------------------------------------------------------------------------------------------------------------------
+
+constexpr struct {
+    const char* name;
+    int64_t bytes;
+    uint8_t code;
+} kDTypes[] = {{"float32", 4, kDLFloat},         {"float16", 2, kDLFloat},
+               {"bfloat16", 2, kDLBfloat},       {"float8_e4m3fn", 1, kDLE4M3FN},
+               {"float8_e4m3fnuz", 1, kDLE4M3FNUZ}, {"float8_e5m2", 1, kDLE5M2},
+               {"float8_e5m2fnuz", 1, kDLE5M2FNUZ}, {"int32", 4, kDLInt},
+               {"int64", 8, kDLInt}};
+constexpr int kNumDTypes = int(DType::other);
+
+// What torch is here. Written once, on import; the references are kept for the life of the process.
+struct {
+    PyTypeObject* tensor;
+    PyTypeObject* parameter;
+    PyObject* plain_dispatch;  // what `__torch_dispatch__` is on a class that does not override it
+    PyObject* dtypes[kNumDTypes];
+    const DLPackExchangeAPI* api;
+    const DLPackExchangeAPI* found_api;
+    PyObject *is_cpu, *layout, *strided, *dtype, *shape, *stride, *data_ptr;
+} torch_;
+
+std::string text(nb::handle object) { return nb::str(object).c_str(); }
+
+// Subclasses that answer for themselves (FakeTensor, DTensor) have no memory of their own to read.
+void check_plain(nb::handle object, const char* name) {
+    PyTypeObject* type = Py_TYPE(object.ptr());
+    if (type == torch_.tensor || type == torch_.parameter) return;
+    bool is_tensor = PyType_IsSubtype(type, torch_.tensor);
+    if (is_tensor && nb::handle(reinterpret_cast<PyObject*>(type)).attr("__torch_dispatch__").is(torch_.plain_dispatch))
+        return;
+    refuse_type(name, "a plain torch.Tensor", type->tp_name);
+}
+
+void check_rank(int64_t rank, const char* name) {
+    if (rank > 4) refuse_value(name, "at most 4 axes", std::to_string(rank).c_str());
+}
+
+View read_exchange(nb::handle object, const char* name) {
+    DLTensor t;
+    if (torch_.api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
+        nb::python_error error;  // takes the pending exception
+        refuse_type(name, "a dense CPU tensor", error.what());
+    }
+    if (t.device_type != kDLCPU && t.device_type != kDLCUDAHost && t.device_type != kDLROCMHost)
+        refuse_type(name, "a CPU tensor", text(object.attr("device")).c_str());
+    check_rank(t.ndim, name);
+    View view{name, static_cast<char*>(t.data) + t.byte_offset, DType::other, t.ndim, {}, {}};
+    for (int i = 0; i < kNumDTypes; ++i)
+        if (kDTypes[i].code == t.code && kDTypes[i].bytes * 8 == t.bits) view.dtype = DType(i);
+    if (t.lanes != 1) view.dtype = DType::other;
+    for (int i = 0; i < t.ndim; ++i) {
+        view.shape[i] = t.shape[i];
+        view.stride[i] = t.strides[i];
+    }
+    return view;
+}
+
+nb::object get(nb::handle object, PyObject* attribute) { return nb::steal(PyObject_GetAttr(object.ptr(), attribute)); }
+
+View read_attributes(nb::handle object, const char* name) {
+    if (get(object, torch_.is_cpu).ptr() != Py_True)
+        refuse_type(name, "a CPU tensor", text(object.attr("device")).c_str());
+    if (get(object, torch_.layout).ptr() != torch_.strided)
+        refuse_type(name, "a dense CPU tensor", text(object.attr("layout")).c_str());
+    nb::object shape = get(object, torch_.shape), stride = get(object, torch_.stride)();
+    int64_t rank = PyTuple_Size(shape.ptr());
+    check_rank(rank, name);
+    void* data = PyLong_AsVoidPtr(get(object, torch_.data_ptr)().ptr());
+    View view{name, static_cast<char*>(data), read_dtype(get(object, torch_.dtype)), int(rank), {}, {}};
+    for (int64_t i = 0; i < rank; ++i) {
+        view.shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape.ptr(), i));
+        view.stride[i] = PyLong_AsLongLong(PyTuple_GetItem(stride.ptr(), i));
+    }
+    if (PyErr_Occurred()) nb::raise_python_error();
+    return view;
+}
+
+}  // namespace
+
+void init_tensors() {
+    nb::module_ torch = nb::module_::import_("torch");
+    auto keep = [](nb::object object) { return object.release().ptr(); };
+    auto type = [&](nb::handle owner, const char* name) {
+        return reinterpret_cast<PyTypeObject*>(keep(owner.attr(name)));
+    };
+    torch_.tensor = type(torch, "Tensor");
+    torch_.parameter = type(torch.attr("nn"), "Parameter");
+    torch_.plain_dispatch = keep(torch.attr("Tensor").attr("__torch_dispatch__"));
+    torch_.strided = keep(torch.attr("strided"));
+    for (int i = 0; i < kNumDTypes; ++i) torch_.dtypes[i] = keep(torch.attr(kDTypes[i].name));
+    for (auto& [slot, name] : {std::pair{&torch_.is_cpu, "is_cpu"}, {&torch_.layout, "layout"}, {&torch_.dtype, "dtype"},
+                               {&torch_.shape, "shape"}, {&torch_.stride, "stride"}, {&torch_.data_ptr, "data_ptr"}})
+        *slot = PyUnicode_InternFromString(name);
+
+    // torch 2.10 and newer, on the type: no attribute means an older one.
+    nb::object capsule = nb::getattr(torch.attr("Tensor"), "__dlpack_c_exchange_api__", nb::none());
+    if (capsule.is_none()) return;
+    auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!api) nb::raise_python_error();
+    while (api && api->major != 1) api = api->prev_api;
+    if (api && api->dltensor_from_py_object_no_sync) torch_.api = torch_.found_api = api;
+}
+
+View read_tensor(nb::handle object, const char* name) {
+    check_plain(object, name);
+    return torch_.api ? read_exchange(object, name) : read_attributes(object, name);
+}
+
+DType read_dtype(nb::handle dtype) {
+    for (int i = 0; i < kNumDTypes; ++i)
+        if (torch_.dtypes[i] == dtype.ptr()) return DType(i);
+    return DType::other;
+}
+
+const char* dtype_name(DType dtype) { return dtype == DType::other ? "another dtype" : kDTypes[int(dtype)].name; }
+
+int64_t dtype_bytes(DType dtype) { return kDTypes[int(dtype)].bytes; }
+
+bool use_exchange_api(bool enable) {
+    torch_.api = enable ? torch_.found_api : nullptr;
+    return torch_.api != nullptr;
+}
+
+static std::string refusal(const char* name, const char* expected, const char* got) {
+    return std::string(name) + ": expected " + expected + ", got " + got;
+}
+
+void refuse_type(const char* name, const char* expected, const char* got) {
+    throw nb::type_error(refusal(name, expected, got).c_str());
+}
+
+void refuse_value(const char* name, const char* expected, const char* got) {
+    throw nb::value_error(refusal(name, expected, got).c_str());
+}
+
+}  // namespace portakv

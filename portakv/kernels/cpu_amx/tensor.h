@@ -1,0 +1,43 @@
+// Reading a torch.Tensor without torch's headers, so that one build serves every torch.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace portakv {
+
+// A CPU tensor of at most four axes, borrowed from a Python object. Strides count elements.
+struct View {
+    const char* name;
+    char* data;
+    DType dtype;
+    int rank;
+    int64_t shape[4];
+    int64_t stride[4];
+};
+
+// Look up torch once, when the module is imported.
+void init_tensors();
+
+// Read `object`, the argument called `name`. TypeError where it is not a plain dense CPU tensor, ValueError where it
+// has more than four axes.
+View read_tensor(nanobind::handle object, const char* name);
+
+// Which DType a torch.dtype is.
+DType read_dtype(nanobind::handle dtype);
+
+const char* dtype_name(DType dtype);
+int64_t dtype_bytes(DType dtype);
+
+// For tests: read tensors through Python attributes even where torch has the DLPack exchange API. Returns whether
+// the exchange API is in use afterwards.
+bool use_exchange_api(bool enable);
+
+// Raise TypeError or ValueError "{name}: expected {expected}, got {got}".
+[[noreturn]] void refuse_type(const char* name, const char* expected, const char* got);
+[[noreturn]] void refuse_value(const char* name, const char* expected, const char* got);
+
+}  // namespace portakv

@@ -1,0 +1,21 @@
+"""AMD GPUs: CDNA with waves of 64 lanes, RDNA with waves of 32."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from portakv.kernels import _triton
+from portakv.kernels._triton.launch import Launcher
+from portakv.kernels._triton.rows import Tile
+
+TILES = {64: (Tile(1 << 20, 4096, 4),), 32: (Tile(1 << 20, 4096, 4),)}
+"""One 16-byte vector a lane of a wave64, two of a wave32. A smaller tile would leave 8-byte accesses on CDNA."""
+
+LAUNCHER = Launcher("hip", _triton.SOURCES, TILES)
+
+translate_loc = partial(_triton.translate_loc.launch, LAUNCHER)
+cast_loc = partial(_triton.cast_loc.launch, LAUNCHER)
+patch_map = partial(_triton.patch_map.launch, LAUNCHER)
+store_kv = partial(_triton.store_kv.launch, LAUNCHER)
+gather_kv = partial(_triton.gather_kv.launch, LAUNCHER)
+move_kv = partial(_triton.move_kv.launch, LAUNCHER)

@@ -1,0 +1,180 @@
+"""What each op means, in plain torch: the last row of every op on every device, and the test oracle.
+
+Slots are 1-D int32 or int64. A negative slot is skipped; one past the last row is skipped and counted in
+`faults`; nothing writes a row of the reserved page. No function here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from portakv.formats import CANONICAL_NAN, FAULT_KINDS, FLOAT_DTYPES, PAD, Fp8, KVFormat
+
+Tensor = torch.Tensor
+
+
+def translate_loc(
+    mapping: Tensor,
+    loc: Tensor,
+    swa_out: Tensor,
+    loc_out: Tensor | None,
+    swa_twin: Tensor | None,
+    loc_twin: Tensor | None,
+    faults: Tensor,
+) -> None:
+    """Write the SWA slot of each full slot into `swa_out`, and a copy of `loc` into `loc_out`.
+
+    The outputs may be longer than `loc`: the tail becomes PAD. The twins are int32 copies of both. A slot
+    without a peer gives PAD, a negative one -1, one past the last row -1 and a fault.
+    """
+    num_rows = mapping.shape[0] - 1
+    wide = loc.long()
+    over = wide >= num_rows
+    swa = torch.where(over | (wide < 0), -1, mapping[wide.clamp(0, num_rows)])
+    _count(faults, "translate_loc", over)
+    for out, value in ((swa_out, swa), (swa_twin, swa), (loc_out, wide), (loc_twin, wide)):
+        if out is not None:
+            _write_slots(out, value, faults)
+
+
+def cast_loc(loc: Tensor, out: Tensor, faults: Tensor) -> None:
+    """Copy slots into int32 `out`, whose tail becomes PAD; what does not fit becomes -1 and a fault."""
+    _write_slots(out, loc.long(), faults)
+
+
+def patch_map(mapping: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Set `mapping[slots] = values`, in the current stream's order. All int64, on the mapping's device."""
+    mapping[slots] = values
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc: Tensor,
+    k_inv: Tensor,
+    v_inv: Tensor,
+    faults: Tensor,
+    fmt: KVFormat,
+) -> None:
+    """Write row t of `k [T, H, D]` and `v [T, H, Dv]` to slot `loc[t]` of the caches.
+
+    A cache is `[rows, H, D]` or, paged, `[pages, page, H, D]`, with any strides but a dense last axis.
+    `k_inv` and `v_inv` are one float32 reciprocal scale per KV head, used by a quantising store only.
+    """
+    slots, ok = _writable(loc, _num_rows(k_cache), fmt, faults, "store_kv")
+    for x, cache, inv in ((k, k_cache, k_inv), (v, v_cache, v_inv)):
+        rows, where = _as_bytes(cache), _index(cache, slots)
+        rows[where] = torch.where(ok[:, None, None], _as_bytes(convert(x, fmt, inv)), rows[where])
+
+
+def gather_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    faults: Tensor,
+    fmt: KVFormat,
+) -> None:
+    """Read slot `loc[t]` into row t of `k_out [T, H, D]` and `v_out [T, H, Dv]`; skipped rows stay as they are.
+
+    An output of the storage dtype gets the bytes; another float dtype gets the value, times the scale of its
+    KV head where the pool is quantised.
+    """
+    slots, ok = _readable(loc, _num_rows(k_cache), faults, "gather_kv")
+    for cache, out, scale in ((k_cache, k_out, k_scale), (v_cache, v_out, v_scale)):
+        rows = _as_bytes(cache)[_index(cache, slots)].view(fmt.dtype)
+        fresh = _as_bytes(restore(rows, out.dtype, fmt, scale))
+        _as_bytes(out).copy_(torch.where(ok[:, None, None], fresh, _as_bytes(out)))
+
+
+def move_kv(
+    k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults: Tensor, fmt: KVFormat
+) -> None:
+    """Copy slot `src[i]` to slot `tgt[i]` in every layer of `[L, rows, H, D]` caches, as if every source were
+    read before any write."""
+    num_rows = k_caches.shape[1]
+    read, readable = _readable(src, num_rows, faults, "move_kv")
+    write, ok = _writable(torch.where(readable, tgt.long(), -1), num_rows, fmt, faults, "move_kv")
+    for caches in (k_caches, v_caches):
+        rows = _as_bytes(caches)
+        rows[:, write] = torch.where(ok[:, None, None], rows[:, read], rows[:, write])
+
+
+def convert(x: Tensor, fmt: KVFormat, inv: Tensor) -> Tensor:
+    """`x [T, H, D]` as the storage dtype of `fmt`: unchanged, by value, or quantised with `inv [H]`."""
+    if x.dtype == fmt.dtype:
+        return x
+    if fmt.fp8 is not None:
+        return quantise(x, fmt.fp8, inv)
+    return _by_value(x, fmt.dtype)
+
+
+def restore(rows: Tensor, dtype: torch.dtype, fmt: KVFormat, scale: Tensor) -> Tensor:
+    """The opposite of `convert`: stored rows `[T, H, D]` as `dtype`, times `scale [H]` where quantised."""
+    if dtype == fmt.dtype:
+        return rows
+    if fmt.fp8 is not None:
+        return _by_value(rows.to(torch.float32) * scale[:, None], dtype)
+    return _by_value(rows, dtype)
+
+
+def quantise(x: Tensor, fp8: Fp8, inv: Tensor) -> Tensor:
+    """round_to_nearest_even(clamp(float32(x) * inv, +-max)) in dialect `fp8`; any NaN becomes its NaN byte."""
+    scaled = x.to(torch.float32) * inv[:, None]
+    bits = scaled.clamp(-fp8.max, fp8.max).to(fp8.dtype).view(torch.uint8)
+    return torch.where(scaled.isnan(), fp8.nan_byte, bits).view(fp8.dtype)
+
+
+def _by_value(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a float to `dtype`, to nearest even; torch's own NaN bits differ with the device and vector width."""
+    assert dtype in FLOAT_DTYPES
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return torch.where(x.isnan(), CANONICAL_NAN[dtype], x.to(dtype).view(bits)).to(bits).view(dtype)
+
+
+def _write_slots(out: Tensor, value: Tensor, faults: Tensor) -> None:
+    n = value.shape[0]
+    if out.dtype == torch.int32:
+        unfit = value != value.to(torch.int32)
+        _count(faults, "cast_loc", unfit)
+        value = torch.where(unfit, -1, value)
+    out[:n] = value
+    out[n:] = PAD
+
+
+def _readable(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
+    """Slots that are safe to index, and which of them `loc` really names; the others became PAD."""
+    wide = loc.long()
+    _count(faults, op, wide >= num_rows)
+    ok = (wide >= 0) & (wide < num_rows)
+    return torch.where(ok, wide, PAD), ok
+
+
+def _writable(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
+    """As `_readable`, without the reserved page: a skipped write puts PAD's own bytes back, and needs no sync."""
+    slots, ok = _readable(loc, num_rows, faults, op)
+    ok &= slots >= fmt.page_size
+    return torch.where(ok, slots, PAD), ok
+
+
+def _count(faults: Tensor, op: str, bad: Tensor) -> None:
+    faults[FAULT_KINDS.index(op)] += bad.sum()
+
+
+def _num_rows(cache: Tensor) -> int:
+    return cache.shape[0] if cache.dim() == 3 else cache.shape[0] * cache.shape[1]
+
+
+def _index(cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """`slots` as an index of a row cache, or of a paged one."""
+    return (slots,) if cache.dim() == 3 else (slots // cache.shape[1], slots % cache.shape[1])
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """`x` as uint8 over its dense last axis: indexed copies of fp8 are missing on several devices."""
+    return x.view(torch.uint8)

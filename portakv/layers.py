@@ -1,0 +1,107 @@
+"""LayerSpec: what one attention layer keeps in the cache; `layers_from_config` reads it off a model config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One model layer's KV.
+
+    `window` is the number of visible keys including the current token, `None` for full attention.
+    `v_head_dim` defaults to `head_dim`. A layer with `alias_of` owns no storage: it reads the KV of that
+    earlier layer (Gemma 3n's shared layers). Raises `ValueError` or `TypeError` for sizes that are not
+    positive integers.
+    """
+
+    window: int | None
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    alias_of: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is None and name in ("window", "v_head_dim"):
+                continue
+            check_positive(name, value)
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+
+def check_positive(name: str, value: object) -> int:
+    """`value` as it came if it is an int above 0, else TypeError or ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a positive int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected a positive int, got {value}")
+    return value
+
+
+def layers_from_config(config: Any) -> list[LayerSpec]:
+    """One LayerSpec per layer of a transformers decoder config; of a multimodal config, its text decoder's.
+
+    Reads plain attributes, so any object with the same names will do: `num_hidden_layers`, `layer_types`,
+    `sliding_window` (which counts the current token), `use_sliding_window`, head counts and dims (per layer where the
+    config has `per_layer_config`, of the sliding layers where it has `swa_*`), `num_kv_shared_layers`. Layers that share
+    KV come out as aliases of the last layer of their kind that stores it.
+
+    Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed attention, MLA.
+    """
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = getattr(text, "text_config", None) or text
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if num_layers is None:
+        raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {type(config).__name__}")
+    of_layer = list(getattr(text, "per_layer_config", None) or [text] * num_layers)
+    kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
+    if not len(kinds) == len(of_layer) == num_layers:
+        raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
+    specs = [_layer_spec(i, kind, layer) for i, (kind, layer) in enumerate(zip(kinds, of_layer))]
+    for i in range(num_layers - (getattr(text, "num_kv_shared_layers", None) or 0), num_layers):
+        stored = [j for j in range(i) if kinds[j] == kinds[i] and specs[j].alias_of is None]
+        if not stored:
+            raise ValueError(f"config.num_kv_shared_layers: no layer before {i} stores KV of kind {kinds[i]}")
+        specs[i] = replace(specs[i], alias_of=stored[-1])
+    return specs
+
+
+def _infer_kind(layer: Any) -> str:
+    """What transformers takes a layer without a `layer_types` entry for."""
+    if _window(layer) is not None:
+        return "sliding_attention"
+    chunked = getattr(layer, "attention_chunk_size", None) is not None
+    return "chunked_attention" if chunked else "full_attention"
+
+
+def _window(layer: Any) -> int | None:
+    return getattr(layer, "sliding_window", None) if getattr(layer, "use_sliding_window", True) else None
+
+
+def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ValueError(f"config.layer_types[{i}]: expected full_attention or sliding_attention, got {kind}")
+    if getattr(layer, "kv_lora_rank", None) is not None:
+        raise ValueError(f"config.kv_lora_rank: expected K and V heads, got MLA (one latent per token) in layer {i}")
+    is_swa = kind == "sliding_attention"
+    window = _window(layer) if is_swa else None
+    if is_swa and window is None:
+        raise ValueError(f"config.sliding_window: expected the window of layer {i}, got None")
+
+    def size(name: str, default: int | None = None) -> int | None:
+        own = getattr(layer, f"swa_{name}", None) if is_swa else None
+        return own or getattr(layer, name, None) or default
+
+    heads = size("num_key_value_heads", layer.num_attention_heads)
+    if is_swa and getattr(layer, "model_type", None) == "mimo_v2_flash" and not hasattr(
+        layer, "swa_num_key_value_heads"
+    ):
+        heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, absent from its config
+    head_dim = size("head_dim") or layer.hidden_size // layer.num_attention_heads
+    v_head_dim = size("v_head_dim", head_dim)
+    return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)

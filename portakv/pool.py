@@ -1,0 +1,395 @@
+"""HybridKVPool: the one API. A forward is `plan_write` once, then per layer `set_kv_buffer` and `get_kv_buffer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portakv import checks, dispatch, transfer
+from portakv import device as devices
+from portakv.allocator import HybridSlotAllocator
+from portakv.errors import IntegrityError, MissingSwaLoc, OutOfSlots
+from portakv.formats import FAULT_KINDS, INDEX_DTYPES
+from portakv.groups import Layer, allocate_group, fit_sizes, plan_groups
+from portakv.layers import LayerSpec, check_positive
+from portakv.transfer import HostCopy
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, check_slots, planned
+
+Tensor = torch.Tensor
+WriteLoc = KVWriteLoc | GraphWriteLoc
+Scale = float | Tensor | None
+
+
+class HybridKVPool:
+    """K and V of a model's layers: full-attention layers on one side, sliding-window layers on a smaller one.
+
+    `layers` has one LayerSpec per model layer. `size` and `swa_size` count tokens and are rounded down to whole
+    pages; each side has one reserved page more, whose first slot is PAD. Without `swa_size` every layer lives on the
+    full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
+    for the e4m3 dialect the device reads natively. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch,
+    which waits for the device. `kernels` maps an op to the row that must serve it; `strict` forbids automatic
+    reference rows. `slots_of` attaches this pool to another one's slots, as a draft model's beside its target's: one
+    allocator, one mapping, sizes no smaller.
+
+    Raises `TypeError` and `ValueError` for arguments that make no pool, or one that could never serve one request,
+    `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        size: int,
+        swa_size: int | None = None,
+        page_size: int = 1,
+        dtype: torch.dtype | str = torch.bfloat16,
+        device: torch.device | str | devices.DeviceKind | None = None,
+        check: bool | None = None,
+        kernels: Mapping[str, str] | None = None,
+        strict: bool = False,
+        slots_of: HybridKVPool | None = None,
+    ) -> None:
+        self.layers = checks.pool_layers(layers)
+        self.size = checks.whole_pages("size", size, page_size)
+        self.swa_size = None if swa_size is None else checks.whole_pages("swa_size", swa_size, page_size)
+        self.page_size = page_size
+        self.device = devices.resolve(device)
+        self.check = checks.checked_mode(check)
+        found = devices.facts(self.device)
+        self.dtype = checks.storage_dtype(dtype, found)
+        groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size)
+        windows = [spec.window for spec in self.layers if spec.window is not None]
+        self.window = max(windows) if windows and self.has_swa else None
+        common = dispatch.select_all(found, kernels, strict)
+        chosen = {fmt: dispatch.select_all(found, kernels, strict, fmt) for _, fmt in groups}
+        self.kernels = {op: selection.row.name for op, selection in common.items()}
+
+        self._owns_slots = slots_of is None
+        if slots_of is None:
+            shared = devices.shares_host_memory(self.device)
+            self.allocator = HybridSlotAllocator(
+                self.size,
+                self.swa_size,
+                page_size,
+                window=self.window,
+                on_patch=None if shared else self._patch,
+            )
+            # On a device that reads host memory the mapping is the allocator's own array.
+            mirror = torch.from_numpy(self.allocator.mapping)
+            self.full_to_swa = mirror if shared else mirror.to(self.device)
+        else:
+            checks.check_attachable(self, slots_of)
+            self.allocator = slots_of.allocator
+            self.full_to_swa = slots_of.full_to_swa
+        self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
+        self._translate_loc, self._cast_loc, self._patch_map = (
+            dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")
+        )
+        rows = {"full": self.size + page_size, "swa": (self.swa_size or 0) + page_size}
+        self.groups = tuple(
+            allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key[1]])
+            for key, ids in groups.items()
+        )
+        self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
+        self._readable = self._layers | {
+            i: self._layers[spec.alias_of] for i, spec in enumerate(self.layers) if spec.alias_of is not None
+        }
+
+    @classmethod
+    def fit(
+        cls,
+        layers: Sequence[LayerSpec],
+        budget: int,
+        *,
+        swa_ratio: float | None = None,
+        page_size: int = 1,
+        dtype: torch.dtype | str = torch.bfloat16,
+        device: torch.device | str | devices.DeviceKind | None = None,
+        **options: Any,
+    ) -> HybridKVPool:
+        """The largest pool whose `nbytes` stay within `budget` bytes.
+
+        `swa_ratio` is `swa_size / size`, in (0, 1]; `None` keeps every layer on the full side. Raises `ValueError` if
+        the budget does not hold a pool that can serve one request.
+        """
+        target = devices.resolve(device)
+        storage = checks.storage_dtype(dtype, devices.facts(target))
+        groups = plan_groups(checks.pool_layers(layers), swa_ratio is not None, storage, page_size)
+        size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size)
+        return cls(layers, size=size, swa_size=swa_size, page_size=page_size, dtype=storage, device=target, **options)
+
+    @property
+    def has_swa(self) -> bool:
+        return self.swa_size is not None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all K and V buffers, reserved pages included."""
+        return sum(group.kv_bytes for group in self.groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything the pool allocated, on host and device; attached slots are the other pool's."""
+        slots = self.allocator.nbytes if self._owns_slots else 0
+        if self._owns_slots and not devices.shares_host_memory(self.device):
+            slots += self.full_to_swa.nbytes
+        return self.kv_bytes + slots + self._faults.nbytes + sum(group.scales.nbytes for group in self.groups)
+
+    # A forward: one plan, then per layer a store and a read.
+
+    def plan_write(self, loc: Tensor, index_dtype: torch.dtype = torch.int64) -> KVWriteLoc:
+        """Translate full slots `loc [T]` (int32 or int64, on the host or the pool's device), once per forward.
+
+        Returns locations of `index_dtype` on the pool's device; `loc` itself is part of them where it needs no copy.
+        A slot out of range gives -1 on the SWA side and a counted fault, in checked mode a `SlotFault`; one that
+        does not fit int32 gives -1 and a fault.
+        """
+        check_slots("loc", loc)
+        if index_dtype not in INDEX_DTYPES:
+            raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+        if loc.device != self.device:
+            loc = devices.upload(loc, self.device)
+        copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
+        if copy is None and not self.has_swa:
+            if self._checking():
+                checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
+            return planned(loc, None)
+        swa_loc = torch.empty_like(loc, dtype=index_dtype)
+        self._translate(loc, swa_loc, copy, None, None)
+        return planned(loc if copy is None else copy, swa_loc if self.has_swa else None)
+
+    def graph_write_loc(self, max_tokens: int, int32_twin: bool = False) -> GraphWriteLoc:
+        """Write locations at fixed addresses for `max_tokens` tokens of a captured graph."""
+        return GraphWriteLoc(self._translate, check_positive("max_tokens", max_tokens), self.device, int32_twin)
+
+    def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
+        """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
+        loc, swa_loc = (
+            None if slots is None else torch.empty_like(slots, dtype=torch.int32)
+            for slots in (write_loc.loc, write_loc.swa_loc)
+        )
+        assert loc is not None
+        self._cast_loc(write_loc.loc, loc, self._faults)
+        if swa_loc is not None:
+            self._cast_loc(write_loc.swa_loc, swa_loc, self._faults)
+        return planned(loc, swa_loc)
+
+    def set_kv_buffer(self, layer_id: int, write_loc: WriteLoc, k: Tensor, v: Tensor) -> None:
+        """Store `k [T, H, D]` and `v [T, H, Dv]` at the layer's locations, in one launch.
+
+        A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
+        strides with a dense last axis. k and v share a dtype: a float, converted or quantised with the layer's scales,
+        or the storage dtype, moved byte for byte. Rows for PAD, the reserved page and negative slots go nowhere.
+
+        Raises `MissingSwaLoc`, and in checked mode `SlotFault` and `StaleWriteLoc`.
+        """
+        layer = self._layers.get(layer_id)
+        if layer is None:
+            raise self._no_storage(layer_id)
+        loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
+        if loc is None:
+            raise MissingSwaLoc(f"write_loc: layer {layer_id} has a sliding window and needs swa_loc, got None")
+        n = loc.shape[0]
+        if (
+            k.shape != (n, *layer.k_tail)
+            or v.shape != (n, *layer.v_tail)
+            or (dtype := k.dtype) not in layer.sources
+            or v.dtype is not dtype
+            or k.device != (device := self.device)
+            or v.device != device
+            or loc.device != device
+            or not (k.is_contiguous() or k.stride(2) == 1)
+            or not (v.is_contiguous() or v.stride(2) == 1)
+        ):
+            error = checks.rows_error(
+                ("k", "v", "write_loc"), k, v, loc, layer.k_tail, layer.v_tail, layer.sources, self.device
+            )
+            assert error is not None
+            raise error
+        if self._checking():
+            self._check_store(layer, write_loc, loc)
+        layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+
+    def get_kv_buffer(self, layer_id: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first.
+
+        A layer that aliases another gets that layer's. `dtype` is what the reader takes the bytes for: anything but the
+        storage dtype is a `TypeError`, as e4m3fn and e4m3fnuz read the same byte as different numbers.
+        """
+        layer = self._read(layer_id)
+        if dtype is not None and dtype != self.dtype:
+            raise TypeError(f"dtype: expected the pool's {self.dtype}, got {dtype}")
+        return layer.k_cache, layer.v_cache
+
+    def gather_kv(
+        self,
+        layer_id: int,
+        locations: WriteLoc,
+        k_out: Tensor | None = None,
+        v_out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Copy the layer's rows at `locations` to `k_out [T, H, D]` and `v_out [T, H, Dv]`.
+
+        Outputs may have any strides with a dense last axis; without them, zeroed ones of `dtype` are made. `dtype`
+        defaults to the storage dtype, and any other float dtype is read by value, times the scale where the pool is
+        quantised. Negative slots leave their row as it is.
+        """
+        layer = self._read(layer_id)
+        loc = locations.swa_loc if layer.on_swa else locations.loc
+        if loc is None:
+            raise MissingSwaLoc(f"locations: layer {layer_id} has a sliding window and needs swa_loc, got None")
+        n = loc.shape[0]
+        if k_out is None:
+            k_out = torch.zeros((n, *layer.k_tail), dtype=dtype or self.dtype, device=self.device)
+        if v_out is None:
+            v_out = torch.zeros((n, *layer.v_tail), dtype=k_out.dtype, device=self.device)
+        expected = layer.sources if dtype is None else {dtype}
+        error = checks.rows_error(
+            ("k_out", "v_out", "locations"), k_out, v_out, loc, layer.k_tail, layer.v_tail, expected, self.device
+        )
+        if error is not None:
+            raise error
+        if self._checking():
+            checks.check_range("locations", loc, layer.k_cache.shape[0])
+        layer.gather(
+            layer.k_cache,
+            layer.v_cache,
+            loc,
+            k_out,
+            v_out,
+            layer.k_scale,
+            layer.v_scale,
+            self._faults,
+            layer.fmt,
+        )
+        return k_out, v_out
+
+    def set_scales(self, layer_id: int, k_scale: Scale = None, v_scale: Scale = None) -> None:
+        """Set what a quantised layer's stored numbers are multiplied with when read; stores divide by it.
+
+        A float, a tensor of one element, or one of H per KV head; `None` is 1. Values are copied, in place, so captured
+        graphs see them. Unquantised pools check them and make no use of them. Raises `ValueError` unless every scale
+        and its float32 reciprocal are finite and positive.
+        """
+        layer = self._layers.get(layer_id)
+        if layer is None:
+            raise self._no_storage(layer_id)
+        k, v = (
+            checks.scales(name, scale, layer.k_tail[0]) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        )
+        for own, value in (
+            (layer.k_scale, k),
+            (layer.v_scale, v),
+            (layer.k_inv, 1 / k),
+            (layer.v_inv, 1 / v),
+        ):
+            own.copy_(value)
+
+    # Between forwards.
+
+    def move_kv_cache(self, tgt: Tensor, src: Tensor) -> None:
+        """Copy full slots `src [N]` to `tgt [N]` and their SWA peers, in every layer, as if all reads came first."""
+        to, source = self.plan_write(tgt), self.plan_write(src)
+        if len(to) != len(source):
+            raise ValueError(f"src: expected {len(to)} slots as in tgt, got {len(source)}")
+        if self._checking():
+            checks.check_distinct("tgt", to.loc, self.page_size)
+        for group in self.groups:
+            swa = group.side == "swa"
+            write, read = (to.swa_loc, source.swa_loc) if swa else (to.loc, source.loc)
+            group.move(group.k_caches, group.v_caches, write, read, self._faults, group.fmt)
+
+    def copy_to_host(self, slots: Tensor) -> HostCopy:
+        """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.
+
+        Raises `SlotOwnership` for a slot that is not handed out.
+        """
+        self.allocator.require_owned(slots)
+        live = self.allocator.is_live(slots)
+        return transfer.copy_to_host(self.groups, self.plan_write(slots), live, self._faults)
+
+    def load_from_host(self, copy: HostCopy) -> Tensor:
+        """Allocate slots for a host copy and fill them; tokens whose SWA side was gone stay without one.
+
+        Returns the new full slots. Raises `OutOfSlots`, or `ValueError` for a copy of a pool with other formats.
+        """
+        transfer.check_formats(self.groups, copy)
+        slots = self.allocator.alloc(len(copy.live), swa_tail=0)
+        try:
+            self.allocator.restore_swa(slots[torch.from_numpy(copy.live)])
+        except OutOfSlots:
+            self.allocator.free(slots)
+            raise
+        transfer.load_from_host(self.groups, copy, self.plan_write(slots), self._faults)
+        return slots
+
+    def describe(self) -> tuple[transfer.GroupDescription, ...]:
+        """Each layer group as a transfer engine needs it: geometry, item bytes, id space, buffers."""
+        return tuple(transfer.describe(group) for group in self.groups)
+
+    def faults(self, clear: bool = False) -> dict[str, int]:
+        """Slots that an op met and skipped because they were out of range, by op. Waits for the device."""
+        counts = dict(zip(FAULT_KINDS, self._faults.tolist(), strict=True))
+        if clear:
+            self._faults.zero_()
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every slot is free or owned, exactly once, the device's mapping is the
+        allocator's, and the reserved pages are still zero."""
+        self.allocator.check_integrity()
+        if not np.array_equal(checks.host(self.full_to_swa), self.allocator.mapping):
+            raise IntegrityError("full_to_swa on the device differs from the allocator's mapping")
+        for group in self.groups:
+            for caches in (group.k_caches, group.v_caches):
+                if caches[:, : self.page_size].contiguous().view(torch.uint8).any():
+                    raise IntegrityError(f"a reserved row of layers {group.layers} was written")
+
+    def _patch(self, slots: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
+        """Bring an edit of the host's mapping to the device, behind what the current stream already launched."""
+        edit = devices.upload(torch.from_numpy(np.stack((slots, values))), self.device)
+        self._patch_map(self.full_to_swa, edit[0], edit[1])
+
+    def _translate(
+        self,
+        loc: Tensor,
+        swa_out: Tensor,
+        loc_out: Tensor | None,
+        swa_twin: Tensor | None,
+        loc_twin: Tensor | None,
+    ) -> None:
+        if self._checking():
+            checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
+        if loc.device != self.device:
+            loc = devices.upload(loc, self.device)
+        self._translate_loc(self.full_to_swa, loc, swa_out, loc_out, swa_twin, loc_twin, self._faults)
+
+    def _read(self, layer_id: int) -> Layer:
+        layer = self._readable.get(layer_id)
+        if layer is None:
+            raise ValueError(f"layer_id: expected 0 to {len(self.layers) - 1}, got {layer_id!r}")
+        return layer
+
+    def _no_storage(self, layer_id: int) -> ValueError:
+        if layer_id in self._readable:
+            producer = self.layers[layer_id].alias_of
+            return ValueError(
+                f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"
+            )
+        return ValueError(f"layer_id: expected 0 to {len(self.layers) - 1}, got {layer_id!r}")
+
+    def _checking(self) -> bool:
+        """Checked mode reads slots back, which nothing can do while a graph is captured."""
+        return self.check and not devices.is_capturing(self.device)
+
+    def _check_store(self, layer: Layer, write_loc: WriteLoc, loc: Tensor) -> None:
+        name = "swa_loc" if layer.on_swa else "loc"
+        checks.check_range(name, loc, layer.k_cache.shape[0])
+        checks.check_distinct(name, loc, self.page_size)
+        if layer.on_swa:
+            checks.check_fresh(write_loc.loc, loc, self.allocator.mapping)

@@ -1,0 +1,306 @@
+"""Conformance kit: inputs that stores get wrong, and a comparer against the reference, bit for bit.
+
+    for case in testing.cases("store_kv"):
+        testing.check("store_kv", kernel, case, device)
+
+Every tensor lies inside a larger allocation filled with canary bytes, and whole allocations are compared, so a byte
+written beside its target fails like a wrong one inside it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from portakv.formats import (
+    FAULT_KINDS,
+    FLOAT_DTYPES,
+    FP8_DIALECTS,
+    KVFormat,
+    Variant,
+    list_variants,
+)
+from portakv.kernels import reference
+
+CANARY = 0xA5
+TOKENS = (0, 1, 2, 7, 33, 131)
+STYLES = ("dense", "strided", "paged")
+"""How rows and caches lie: dense; slices of a fused QKV and a head-major cache; pages apart from each other."""
+
+SHAPES = ((1, 8, 8), (8, 128, 128), (1, 80, 80), (3, 96, 64), (6, 192, 128), (2, 576, 512))
+"""(KV heads, K dim, V dim): powers of two and not, K and V alike and not."""
+
+
+class Mismatch(AssertionError):
+    """A kernel's bytes differ from the reference's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    variant: Variant
+    tokens: int
+    style: str
+    seed: int
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A strided tensor inside a canary-filled allocation."""
+
+    storage: torch.Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.storage.as_strided(self.size, self.stride, self.offset)
+
+    def to(self, device: torch.device) -> Buffer:
+        copy = self.storage.view(torch.uint8).clone().to(device).view(self.storage.dtype)
+        return Buffer(copy, self.size, self.stride, self.offset)
+
+
+Arg = Buffer | KVFormat | None
+
+
+class _Random(random.Random):
+    """One seed for Python's choices and torch's numbers, apart from the global generators."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def ints(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+
+def formats() -> tuple[KVFormat, ...]:
+    """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16."""
+    dtypes = (*FLOAT_DTYPES, *FP8_DIALECTS)
+    return tuple(
+        KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
+        for i, dtype in enumerate(dtypes)
+        for j, shape in enumerate(SHAPES)
+        if (i + j) % 2 == 0 or shape == (8, 128, 128)
+    )
+
+
+def cases(op: str) -> Iterator[Case]:
+    """The inputs for one op, in a fixed order: every variant, the styles and token counts in turn."""
+    seed = 0
+    for variant in list_variants(formats()):
+        if variant.op == op:
+            # Without a format a case costs nothing, so each variant gets every token count.
+            for _ in range(1 if variant.fmt else len(STYLES) * len(TOKENS)):
+                yield Case(variant, TOKENS[seed // len(STYLES) % len(TOKENS)], STYLES[seed % len(STYLES)], seed)
+                seed += 1
+
+
+def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device) -> None:
+    """Run `kernel` on `device` and the reference on the CPU, on equal inputs; raise `Mismatch` if any byte differs."""
+    expected = build(case)
+    got = [arg.to(device) if isinstance(arg, Buffer) else arg for arg in expected]
+    getattr(reference, op)(*_tensors(expected))
+    kernel(*_tensors(got))
+    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if isinstance(want, Buffer):
+            assert isinstance(have, Buffer)
+            _compare(f"{case}: argument {i}", want, have)
+
+
+def _tensors(args: list[Arg]) -> list[torch.Tensor | KVFormat | None]:
+    return [arg.tensor if isinstance(arg, Buffer) else arg for arg in args]
+
+
+def _compare(what: str, want: Buffer, have: Buffer) -> None:
+    a, b = want.storage.view(torch.uint8).cpu(), have.storage.view(torch.uint8).cpu()
+    if torch.equal(a, b):
+        return
+    at = int((a != b).nonzero()[0])
+    element = at // want.storage.dtype.itemsize - want.offset
+    raise Mismatch(
+        f"{what}: byte {at} (element {element} of {want.size} with strides {want.stride}): "
+        f"expected {int(a[at]):#04x}, got {int(b[at]):#04x}; {int((a != b).sum())} bytes differ"
+    )
+
+
+def build(case: Case) -> list[Arg]:
+    """The arguments of the case's op, in the order of the reference's signature."""
+    return _BUILDERS[case.variant.op](case, _Random(case.seed))
+
+
+def _translate_args(case: Case, rng: _Random) -> list[Arg]:
+    num_rows = 4 * case.tokens + 40
+    mapping = rng.ints(0, 50, (num_rows + 1,)) * rng.ints(0, 2, (num_rows + 1,))
+    mapping[0], mapping[-1] = 0, -1
+    loc = _slots(case, rng, num_rows, unique=False)
+    out_dtype = case.variant.out_index_dtype or torch.int64
+    tail = rng.choice((0, 5))
+    out = [canary((case.tokens + tail,), dtype) for dtype in (out_dtype, out_dtype, torch.int32, torch.int32)]
+    optional = [arg if rng.random() < 0.6 else None for arg in out[1:]]
+    return [wrap(mapping), loc, out[0], *optional, faults()]
+
+
+def _cast_args(case: Case, rng: _Random) -> list[Arg]:
+    loc = _slots(case, rng, 4 * case.tokens + 40, unique=False)
+    return [loc, canary((case.tokens + rng.choice((0, 3)),), torch.int32), faults()]
+
+
+def _patch_args(case: Case, rng: _Random) -> list[Arg]:
+    num_rows = 3 * case.tokens + 10
+    slots = torch.tensor(rng.sample(range(1, num_rows), case.tokens), dtype=torch.int64)
+    return [canary((num_rows + 1,), torch.int64), wrap(slots), wrap(rng.ints(0, 99, (case.tokens,)))]
+
+
+def _store_args(case: Case, rng: _Random) -> list[Arg]:
+    fmt, dtype = _fmt(case), case.variant.dtype
+    assert dtype is not None
+    num_rows = _num_rows(case, fmt)
+    k, v = (_rows(case, dtype, dim, rng) for dim in (fmt.head_dim, fmt.v_head_dim))
+    caches = [_cache(case, fmt, num_rows, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    loc = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
+    return [k, v, *caches, loc, _scales(fmt, rng), _scales(fmt, rng), faults(), fmt]
+
+
+def _gather_args(case: Case, rng: _Random) -> list[Arg]:
+    fmt, dtype = _fmt(case), case.variant.dtype
+    assert dtype is not None
+    num_rows = _num_rows(case, fmt)
+    caches = [_cache(case, fmt, num_rows, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    for cache in caches:
+        _fill(cache.tensor, rng)
+    outs = [_rows(case, dtype, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    loc = _slots(case, rng, num_rows, unique=False, page_size=fmt.page_size)
+    return [*caches, loc, *outs, _scales(fmt, rng), _scales(fmt, rng), faults(), fmt]
+
+
+def _move_args(case: Case, rng: _Random) -> list[Arg]:
+    fmt = _fmt(case)
+    num_rows = _num_rows(case, fmt)
+    caches = []
+    for dim in (fmt.head_dim, fmt.v_head_dim):
+        cache = canary((2, num_rows, fmt.num_kv_heads, dim), fmt.dtype)
+        _fill(cache.tensor, rng)
+        caches.append(cache)
+    tgt = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
+    src = _slots(case, rng, num_rows, unique=False, page_size=fmt.page_size)
+    return [*caches, tgt, src, faults(), fmt]
+
+
+_BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
+    "translate_loc": _translate_args,
+    "cast_loc": _cast_args,
+    "patch_map": _patch_args,
+    "store_kv": _store_args,
+    "gather_kv": _gather_args,
+    "move_kv": _move_args,
+}
+
+
+def wrap(tensor: torch.Tensor) -> Buffer:
+    """`tensor` with canary elements before and after it."""
+    out = canary(tuple(tensor.shape), tensor.dtype)
+    out.tensor.copy_(tensor)
+    return out
+
+
+def canary(size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Buffer:
+    """A tensor of canary bytes, 64 bytes of them on either side; dense unless `stride` says otherwise."""
+    if stride is None:
+        stride = tuple(torch.empty(size, device="meta").stride())
+    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+    margin = 64 // dtype.itemsize
+    storage = torch.full(((span + 2 * margin) * dtype.itemsize,), CANARY, dtype=torch.uint8)
+    return Buffer(storage.view(dtype), size, stride, margin)
+
+
+def faults() -> Buffer:
+    return wrap(torch.zeros(len(FAULT_KINDS), dtype=torch.int64))
+
+
+def _fmt(case: Case) -> KVFormat:
+    assert case.variant.fmt is not None
+    return case.variant.fmt
+
+
+def _num_rows(case: Case, fmt: KVFormat) -> int:
+    return (case.tokens // fmt.page_size + 4) * fmt.page_size
+
+
+def _slots(case: Case, rng: _Random, num_rows: int, unique: bool, page_size: int = 1) -> Buffer:
+    """Slots, some of them negative, PAD, reserved or past the last row; repeats only where the op allows them."""
+    usable = list(range(page_size, num_rows))
+    values = rng.sample(usable, case.tokens) if unique else rng.choices(usable, k=case.tokens)
+    odd = [-1, 0, page_size - 1, num_rows, num_rows + 7, -(2**31), 2**31 - 1]
+    if case.variant.index_dtype == torch.int64:
+        odd += [2**31, 2**40, -(2**62)]
+    for i in range(case.tokens):
+        if rng.random() < 0.25:
+            values[i] = rng.choice(odd)
+    return wrap(torch.tensor(values, dtype=case.variant.index_dtype))
+
+
+def _rows(case: Case, dtype: torch.dtype, dim: int, rng: _Random | None = None) -> Buffer:
+    """Rows `[T, H, dim]`: dense, or the first columns of a wider fused tensor, or head-major."""
+    heads, t = _fmt(case).num_kv_heads, case.tokens
+    # A variant promises the alignment of row starts; odd pads keep only that of one element.
+    pad = case.variant.alignment // dtype.itemsize
+    stride = {
+        "dense": (heads * dim, dim, 1),
+        "strided": (3 * heads * dim + 5 * pad, dim, 1),
+        "paged": (dim + pad, max(t, 1) * (dim + pad), 1),
+    }[case.style]
+    out = canary((t, heads, dim), dtype, stride)
+    if rng is not None:
+        _fill(out.tensor, rng)
+    return out
+
+
+def _cache(case: Case, fmt: KVFormat, num_rows: int, dim: int) -> Buffer:
+    """A cache: dense rows, head-major rows of a wider buffer, or pages `[pages, page, H, dim]` that lie apart."""
+    heads, page = fmt.num_kv_heads, fmt.page_size
+    pad = case.variant.alignment // fmt.dtype.itemsize
+    if case.style == "dense":
+        return canary((num_rows, heads, dim), fmt.dtype)
+    if case.style == "strided":
+        return canary((num_rows, heads, dim), fmt.dtype, (2 * dim, 2 * dim * num_rows + pad, 1))
+    size = (num_rows // page, page, heads, dim)
+    return canary(size, fmt.dtype, (2 * heads * page * dim + pad, dim, page * dim, 1))
+
+
+def _fill(x: torch.Tensor, rng: _Random) -> None:
+    """Random values over many magnitudes, with NaN, infinities, signed zeros and subnormals among them."""
+    if x.dtype in FP8_DIALECTS:
+        x.view(torch.uint8).copy_(rng.ints(0, 256, x.shape))
+        return
+    values = rng.normal(x.shape) * torch.exp2(rng.ints(-12, 12, x.shape).float())
+    special = torch.tensor(
+        [
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            0.0,
+            -0.0,
+            448.0,
+            464.0,
+            465.0,
+            -240.0,
+            57344.0,
+            6e-8,
+            1e-40,
+            -6e-40,
+        ]
+    )
+    pick = rng.ints(0, 40 * len(special), x.shape)
+    x.copy_(torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], values))
+
+
+def _scales(fmt: KVFormat, rng: _Random) -> Buffer:
+    return wrap(torch.exp2(rng.ints(-3, 4, (fmt.num_kv_heads,)).float()) * 1.1)

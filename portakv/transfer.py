@@ -1,0 +1,118 @@
+"""Copies to the host and back, and descriptions of a pool's memory for a transfer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portakv.groups import LayerGroup
+from portakv.write_loc import KVWriteLoc
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """KV of one sequence's slots in host memory, as the stored bytes.
+
+    `live [N]` says which tokens had a live SWA peer. Per layer group, `keys` is `[L, n, H, D]` and `values`
+    `[L, n, H, Dv]`, with n = N on the full side and the number of live tokens on the SWA side.
+    """
+
+    live: npt.NDArray[np.bool_]
+    tags: tuple[tuple[str, str, int], ...]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDescription:
+    """One layer group for a transfer engine.
+
+    Slot ids are those of `side` ("full" or "swa"), `num_slots` of them with the reserved page. Row s of a buffer is
+    `k_item_bytes` (`v_item_bytes`) at `s * k_item_bytes`. Buffers are (address, bytes), one per layer, contiguous.
+    `tag` is equal where the bytes mean the same.
+    """
+
+    side: str
+    layers: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    num_slots: int
+    k_item_bytes: int
+    v_item_bytes: int
+    tag: str
+    k_buffers: tuple[tuple[int, int], ...]
+    v_buffers: tuple[tuple[int, int], ...]
+
+
+def describe(group: LayerGroup) -> GroupDescription:
+    fmt = group.fmt
+    return GroupDescription(
+        group.side,
+        group.layers,
+        group.windows,
+        fmt.num_kv_heads,
+        fmt.head_dim,
+        fmt.v_head_dim,
+        fmt.page_size,
+        group.num_rows,
+        fmt.k_row_bytes,
+        fmt.v_row_bytes,
+        fmt.tag,
+        *(tuple((layer.data_ptr(), layer.nbytes) for layer in caches) for caches in (group.k_caches, group.v_caches)),
+    )
+
+
+def copy_to_host(
+    groups: Sequence[LayerGroup], locations: KVWriteLoc, live: npt.NDArray[np.bool_], faults: torch.Tensor
+) -> HostCopy:
+    """The bytes at `locations`, on the SWA side those of `live` tokens only. Waits for the device."""
+    copies = []
+    for group in groups:
+        loc = _side(group, locations, live)
+        k, v = (
+            torch.empty((len(group.layers), len(loc), *caches.shape[2:]), dtype=caches.dtype, device=caches.device)
+            for caches in (group.k_caches, group.v_caches)
+        )
+        for i in range(len(group.layers)):
+            k_scale, v_scale = group.scales[:2, i]
+            group.gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, group.fmt)
+        copies.append((k.cpu(), v.cpu()))
+    return HostCopy(live, _tags(groups), *zip(*copies, strict=True))
+
+
+def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWriteLoc, faults: torch.Tensor) -> None:
+    """Store a copy's bytes at `locations`, the new slots of its tokens."""
+    for group, keys, values in zip(groups, copy.keys, copy.values, strict=True):
+        loc = _side(group, locations, copy.live)
+        for i in range(len(group.layers)):
+            k, v = (x[i].to(group.k_caches.device) for x in (keys, values))
+            k_inv, v_inv = group.scales[2:, i]
+            group.store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.fmt)
+
+
+def check_formats(groups: Sequence[LayerGroup], copy: HostCopy) -> None:
+    """Raise `ValueError` unless `copy` came from layer groups whose bytes mean the same."""
+    if copy.tags != _tags(groups):
+        raise ValueError(f"copy: expected layer groups {_tags(groups)}, got {copy.tags}")
+
+
+def _tags(groups: Sequence[LayerGroup]) -> tuple[tuple[str, str, int], ...]:
+    return tuple((group.side, group.fmt.tag, len(group.layers)) for group in groups)
+
+
+def _side(group: LayerGroup, locations: KVWriteLoc, live: npt.NDArray[np.bool_]) -> torch.Tensor:
+    if group.side == "full":
+        return locations.loc
+    assert locations.swa_loc is not None
+    return locations.swa_loc[torch.from_numpy(live).to(locations.swa_loc.device)]

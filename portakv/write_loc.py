@@ -1,0 +1,101 @@
+"""Where a forward writes: KVWriteLoc, a snapshot made once per forward, and its twin for captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from portakv.formats import INDEX_DTYPES
+
+Translate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None]
+"""`(loc, swa_out, loc_out, swa_twin, loc_twin)`: op `translate_loc` with a pool's mapping and faults bound."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVWriteLoc:
+    """The write locations of one forward: `loc` on the full side, `swa_loc` on the sliding-window side.
+
+    Both are 1-D int32 or int64, in token order, on the pool's device. It is a snapshot: nothing on the pool
+    remembers it, and a later edit of the mapping does not reach it. A `swa_loc` longer than `loc` is cut (padded
+    metadata over a shrunk batch); a shorter one is a `ValueError`. Take columns or fewer tokens with a slice:
+    `write_loc[a:b]` shares memory with `write_loc`.
+    """
+
+    loc: torch.Tensor
+    swa_loc: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_slots("loc", self.loc)
+        if self.swa_loc is None:
+            return
+        check_slots("swa_loc", self.swa_loc)
+        if self.swa_loc.device != self.loc.device:
+            raise ValueError(f"swa_loc: expected a tensor on {self.loc.device}, got {self.swa_loc.device}")
+        n, n_swa = self.loc.shape[0], self.swa_loc.shape[0]
+        if n_swa < n:
+            raise ValueError(f"swa_loc: expected at least {n} slots, got {n_swa}")
+        if n_swa > n:
+            object.__setattr__(self, "swa_loc", self.swa_loc[:n])
+
+    def __len__(self) -> int:
+        return self.loc.shape[0]
+
+    def __getitem__(self, tokens: slice) -> KVWriteLoc:
+        if not isinstance(tokens, slice):
+            raise TypeError(f"tokens: expected a slice, got {tokens!r}")
+        return KVWriteLoc(self.loc[tokens], None if self.swa_loc is None else self.swa_loc[tokens])
+
+
+def planned(loc: torch.Tensor, swa_loc: torch.Tensor | None) -> KVWriteLoc:
+    """A KVWriteLoc of tensors the pool made itself, so without the checks (1 µs of a 3 µs plan)."""
+    write_loc = object.__new__(KVWriteLoc)
+    object.__setattr__(write_loc, "loc", loc)
+    object.__setattr__(write_loc, "swa_loc", swa_loc)
+    return write_loc
+
+
+class GraphWriteLoc:
+    """Write locations at fixed addresses, for captured graphs; made by `pool.graph_write_loc(max_tokens)`.
+
+    `loc` and `swa_loc` are int64 `[max_tokens]` and start as PAD; `int32` holds int32 copies at fixed addresses
+    too, where asked for. `set_kv_buffer` takes it as it is, or a slice of it for a smaller captured batch.
+    """
+
+    __slots__ = ("_translate", "int32", "loc", "swa_loc")
+
+    def __init__(self, translate: Translate, max_tokens: int, device: torch.device, int32_twin: bool = False) -> None:
+        self.loc, self.swa_loc = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
+        self.int32: KVWriteLoc | None = None
+        if int32_twin:
+            self.int32 = KVWriteLoc(*torch.zeros((2, max_tokens), dtype=torch.int32, device=device))
+        self._translate = translate
+
+    def __len__(self) -> int:
+        return self.loc.shape[0]
+
+    def __getitem__(self, tokens: slice) -> KVWriteLoc:
+        return KVWriteLoc(self.loc, self.swa_loc)[tokens]
+
+    def fill(self, loc: torch.Tensor) -> None:
+        """Write `loc`, its translation and the int32 copies, and reset every tail to PAD, in one launch.
+
+        Call it before a replay with the live tokens, or capture it over a PAD-padded device tensor of full
+        length. Raises `ValueError` for more tokens than it holds, and in checked mode `SlotFault` for a slot out
+        of range; nothing is written then.
+        """
+        check_slots("loc", loc)
+        if loc.shape[0] > len(self):
+            raise ValueError(f"loc: expected at most {len(self)} slots, got {loc.shape[0]}")
+        twin = self.int32
+        self._translate(loc, self.swa_loc, self.loc, twin and twin.swa_loc, twin and twin.loc)
+
+
+def check_slots(name: str, slots: torch.Tensor) -> None:
+    """Raise unless `slots` is a 1-D int32 or int64 tensor."""
+    if not isinstance(slots, torch.Tensor) or slots.dtype not in INDEX_DTYPES:
+        got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
+    if slots.dim() != 1:
+        raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")

@@ -1,0 +1,23 @@
+"""What the tests run on: the CPU, and every kind named in PORTAKV_TEST_DEVICES, which must then be there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from portakv import device as devices
+
+# Two cores shared by OpenMP's spinning threads make these small tensors 30 times slower; tests of threads set their own.
+torch.set_num_threads(1)
+
+
+def _kinds() -> list[str]:
+    return ["cpu", *filter(None, os.environ.get("PORTAKV_TEST_DEVICES", "").split(","))]
+
+
+@pytest.fixture(params=dict.fromkeys(_kinds()))
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device under test; one that was asked for and is missing raises DeviceUnavailable."""
+    return devices.resolve(devices.DeviceKind(request.param))

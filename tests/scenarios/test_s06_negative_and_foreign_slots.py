@@ -1,0 +1,123 @@
+"""S6: a negative slot is skipped, one past the last row is skipped and counted, or raises in checked mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from portakv import KVWriteLoc, LayerSpec, SlotFault
+
+LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16)]
+SIZE, SWA = 16, 12
+
+
+@pytest.fixture(params=[1, 4], ids="page{}".format)
+def page(request):
+    return request.param
+
+
+def filled(make_pool, page, **options):
+    pool = make_pool(LAYERS, size=SIZE, swa_size=SWA, page_size=page, **options)
+    for group in pool.groups:
+        for cache in (group.k_caches, group.v_caches):
+            cache[:, page:] = torch.randn_like(cache[:, page:])
+    return pool
+
+
+def locations(pool, slots, dtype=torch.int64):
+    loc = torch.tensor(slots, dtype=dtype, device=pool.device)
+    return KVWriteLoc(loc, loc)
+
+
+def changed_rows(pool, layer, before):
+    rows = {len(before[0])}
+    for old, new in zip(before, pool.get_kv_buffer(layer), strict=True):
+        rows |= set((new != old).flatten(1).any(dim=1).nonzero().flatten().tolist())
+    return sorted(rows - {len(before[0])})
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("negative", [-1, -4, -(2**31), -(2**62)])
+def test_a_negative_slot_is_skipped(make_pool, page, layer, negative):
+    dtype = torch.int64 if negative < -(2**31) else torch.int32
+    pool = filled(make_pool, page)
+    before = [x.clone() for x in pool.get_kv_buffer(layer)]
+    x = torch.full((3, 2, 16), 9.0, device=pool.device)
+    where = locations(pool, [negative, 5, negative], dtype)
+    pool.set_kv_buffer(layer, where, x, x)
+    assert changed_rows(pool, layer, before) == [5]
+    k = torch.full((3, 2, 16), 3.0, dtype=pool.dtype, device=pool.device)
+    pool.gather_kv(layer, where, k, k.clone())
+    assert (k[[0, 2]] == 3).all()
+    assert (k[1] == 9).all()
+    assert not any(pool.faults().values())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("over", [0, 1, 7, 2**31 - 64, 2**40, 2**62])
+def test_a_slot_past_the_end_is_skipped_and_counted(make_pool, page, layer, over):
+    pool = filled(make_pool, page)
+    rows = pool.get_kv_buffer(layer)[0].shape[0]
+    dtype = torch.int32 if rows + over < 2**31 else torch.int64
+    before = [x.clone() for x in pool.get_kv_buffer(layer)]
+    x = torch.full((2, 2, 16), 9.0, device=pool.device)
+    where = locations(pool, [rows - 1, rows + over], dtype)
+    pool.set_kv_buffer(layer, where, x, x)
+    assert changed_rows(pool, layer, before) == [rows - 1]
+    k = torch.full((2, 2, 16), 3.0, dtype=pool.dtype, device=pool.device)
+    pool.gather_kv(layer, where, k, k.clone())
+    assert (k[0] == 9).all()
+    assert (k[1] == 3).all()
+    assert pool.faults(clear=True) == {
+        "translate_loc": 0,
+        "cast_loc": 0,
+        "store_kv": 1,
+        "gather_kv": 1,
+        "move_kv": 0,
+    }
+    assert not any(pool.faults().values())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_checked_mode_raises_before_it_writes(make_pool, page, layer, unchanged):
+    pool = filled(make_pool, page, check=True)
+    rows = pool.get_kv_buffer(layer)[0].shape[0]
+    x = torch.ones(2, 2, 16, device=pool.device)
+    out = torch.zeros(2, 2, 16, dtype=pool.dtype, device=pool.device)
+    name = ("loc", "swa_loc")[layer]
+    with unchanged(pool), pytest.raises(SlotFault, match=rf"{name}\[1\]: expected a slot below {rows}, got {rows}"):
+        pool.set_kv_buffer(layer, locations(pool, [5, rows]), x, x)
+    with unchanged(pool, out), pytest.raises(SlotFault, match=rf"\[0\]: expected a slot below {rows}, got {rows}"):
+        pool.gather_kv(layer, locations(pool, [rows, 5]), out, out.clone())
+
+
+def test_plans_of_foreign_slots(make_pool, page, unchanged):
+    rows = SIZE + page
+    slots = torch.tensor([-1, rows, -(2**62), rows + 9, 2**40])
+    pool = filled(make_pool, page)
+    assert pool.plan_write(slots).swa_loc.tolist() == [-1] * 5
+    assert pool.faults()["translate_loc"] == 3
+    checked = filled(make_pool, page, check=True)
+    with unchanged(checked), pytest.raises(SlotFault, match=rf"loc\[1\]: expected a slot below {rows}, got {rows}"):
+        checked.plan_write(slots)
+    graph = checked.graph_write_loc(8)
+    with unchanged(checked, graph), pytest.raises(SlotFault):
+        graph.fill(slots)
+    assert checked.plan_write(slots[::2][:2]).swa_loc.tolist() == [-1, -1]
+
+
+def test_moves_skip_foreign_slots_on_either_end(make_pool, page):
+    pool = filled(make_pool, page)
+    loc = pool.allocator.alloc(SWA)
+    for group in pool.groups:
+        group.k_caches[:, page:] = torch.randn_like(group.k_caches[:, page:])
+    before = [pool.get_kv_buffer(layer)[0].clone() for layer in range(2)]
+    a, b = int(loc[0]), int(loc[1])
+    rows = SIZE + page
+    pool.move_kv_cache(torch.tensor([a, -1, rows, a + 2]), torch.tensor([b, b, b, rows]))
+    for layer, old in enumerate(before):
+        source, target = (b, a) if layer == 0 else pool.full_to_swa[[b, a]].tolist()
+        expected = old.clone()
+        expected[target] = old[source]
+        assert torch.equal(pool.get_kv_buffer(layer)[0], expected)
+    assert pool.faults()["move_kv"] == 2

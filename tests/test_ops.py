@@ -1,0 +1,144 @@
+"""Every op on every row of the table that runs on this machine, bit for bit against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from portakv import device as devices
+from portakv import dispatch, testing
+from portakv.formats import CANONICAL_NAN, FP8_DIALECTS, KVFormat, list_variants
+from portakv.kernels import reference
+
+
+def rows(device: torch.device, op: str) -> list[str]:
+    """Rows that can serve on `device`; the reference is the oracle, so it is compared with itself only elsewhere."""
+    found = devices.facts(device)
+    names = [row.name for row in dispatch.TABLE[op][found.kind]]
+    return [name for name in names if name != "reference" or found.kind is not devices.DeviceKind.CPU]
+
+
+@pytest.mark.parametrize("op", dispatch.TABLE)
+def test_row_matches_reference(op: str, device: torch.device) -> None:
+    for name in rows(device, op):
+        selection = dispatch.select(op, devices.facts(device), dispatch.Request(wanted=name))
+        kernel = dispatch.load(op, selection)
+        count = 0
+        for case in testing.cases(op):
+            testing.check(op, kernel, case, device)
+            count += 1
+        assert count
+
+
+def test_every_cpu_row_is_exercised() -> None:
+    """A row added to the CPU column is run by the test above or is the oracle itself."""
+    cpu = torch.device("cpu")
+    for op, columns in dispatch.TABLE.items():
+        assert {row.name for row in columns[devices.DeviceKind.CPU]} == {*rows(cpu, op), "reference"}
+
+
+def test_cases_cover_every_variant() -> None:
+    for op in dispatch.TABLE:
+        wanted = {v for v in list_variants(testing.formats()) if v.op == op}
+        assert {case.variant for case in testing.cases(op)} == wanted
+
+
+def _drop_last_row(*args):
+    """A store that forgets its last token."""
+    k, v, k_cache, v_cache, loc, *rest = args
+    reference.store_kv(k[:-1], v[:-1], k_cache, v_cache, loc[:-1], *rest)
+
+
+def _writes_pad(*args):
+    """A store that writes padded rows to the reserved page."""
+    k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt = args
+    reference.store_kv(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt)
+    if len(loc) and k_cache.dim() == 3:
+        k_cache.view(torch.uint8)[0] = 1
+
+
+def _swaps_scales(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt):
+    reference.store_kv(k, v, k_cache, v_cache, loc, v_inv, k_inv, faults, fmt)
+
+
+def _truncates(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt):
+    """Rounds toward zero by dropping the low byte, as a bit copy would."""
+    if k.dtype == torch.float32 and fmt.dtype == torch.bfloat16:
+        k, v = ((x.view(torch.int32) >> 16 << 16).view(torch.float32) for x in (k, v))
+    reference.store_kv(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt)
+
+
+def _counts_nothing(*args):
+    counted = args[-2].clone()
+    reference.store_kv(*args)
+    args[-2].copy_(counted)
+
+
+@pytest.mark.parametrize("wrong", [_drop_last_row, _writes_pad, _swaps_scales, _truncates, _counts_nothing])
+def test_comparer_objects_to_a_wrong_store(wrong) -> None:
+    with pytest.raises(testing.Mismatch):
+        for case in testing.cases("store_kv"):
+            testing.check("store_kv", wrong, case, torch.device("cpu"))
+
+
+def test_comparer_objects_to_a_move_in_order() -> None:
+    """Copying row after row loses a source that was overwritten before it was read."""
+
+    def in_order(k_caches, v_caches, tgt, src, faults, fmt):
+        for i in range(len(tgt)):
+            reference.move_kv(k_caches, v_caches, tgt[i : i + 1], src[i : i + 1], faults, fmt)
+
+    with pytest.raises(testing.Mismatch):
+        for case in testing.cases("move_kv"):
+            testing.check("move_kv", in_order, case, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("row", ["native", "reference"])
+def test_offsets_past_2_31(row: str) -> None:
+    """Row 3 of a cache whose token stride is 2**31 elements lies at 6.4e9 elements; only touched pages exist."""
+    fmt = KVFormat(2, 8, 8, torch.float8_e4m3fn)
+    chosen = dispatch.select_all(devices.facts(torch.device("cpu")), dict.fromkeys(dispatch.TABLE, row))
+    store, gather = (dispatch.load(op, chosen[op]) for op in ("store_kv", "gather_kv"))
+    stride = 2**31
+    storage = torch.empty(3 * stride + 16, dtype=torch.uint8).view(fmt.dtype)
+    cache = storage.as_strided((4, 2, 8), (stride, 8, 1))
+    k = torch.arange(16, dtype=torch.uint8).view(1, 2, 8).view(fmt.dtype)
+    v = (torch.arange(16, dtype=torch.uint8) + 32).view(1, 2, 8).view(fmt.dtype)
+    v_cache = torch.zeros((4, 2, 8), dtype=torch.uint8).view(fmt.dtype)
+    ones, faults = torch.ones(2), torch.zeros(5, dtype=torch.int64)
+    store(k, v, cache, v_cache, torch.tensor([3]), ones, ones, faults, fmt)
+    assert torch.equal(storage[3 * stride :].view(torch.uint8), k.view(torch.uint8).flatten())
+    k_out, v_out = torch.zeros_like(k), torch.zeros_like(v)
+    gather(cache, v_cache, torch.tensor([3]), k_out, v_out, ones, ones, faults, fmt)
+    assert torch.equal(k_out.view(torch.uint8), k.view(torch.uint8))
+    assert torch.equal(v_out.view(torch.uint8), v.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dialect", FP8_DIALECTS, ids=str)
+def test_reference_quantiser_against_float64(dialect: torch.dtype) -> None:
+    """The reference itself: the nearest of the dialect's numbers, ties to the even one, for every bf16 input."""
+    fp8 = FP8_DIALECTS[dialect]
+    inputs = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    got = reference.quantise(inputs.view(-1, 1, 1), fp8, torch.ones(1)).view(torch.uint8).flatten()
+    numbers = torch.arange(256, dtype=torch.uint8).view(dialect).double()
+    numbers = numbers[numbers.isfinite()].unique()
+    nan = inputs.isnan()
+    assert (got[nan] == fp8.nan_byte).all()
+    x, got = inputs[~nan].double().clamp(-fp8.max, fp8.max), got[~nan]
+    above = numbers[torch.searchsorted(numbers, x)]
+    below = numbers[torch.searchsorted(numbers, x, right=True) - 1]
+    picked = got.view(dialect).double()
+    assert torch.equal((x - picked).abs(), torch.minimum(above - x, x - below))
+    tie = (above - x == x - below) & (above != below)
+    assert tie.any()
+    assert (got[tie] % 2 == 0).all()
+
+
+@pytest.mark.parametrize("dtype", CANONICAL_NAN, ids=str)
+def test_reference_writes_one_nan(dtype: torch.dtype) -> None:
+    fmt = KVFormat(1, 1, 1, dtype)
+    for source in CANONICAL_NAN:
+        if source != dtype:
+            nan = torch.full((1, 1, 1), -float("nan"), dtype=source)
+            bits = reference.convert(nan, fmt, torch.ones(1)).view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+            assert bits.item() == CANONICAL_NAN[dtype]

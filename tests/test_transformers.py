@@ -1,0 +1,564 @@
+"""PortaKVCache against the cache that transformers makes itself: same logits, same tokens, slots given back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from portakv import HybridKVPool, LayerSpec, OutOfSlots, PortaKVError
+from portakv.integrations import transformers as integration
+from portakv.integrations.transformers import PortaKVCache
+
+WINDOW = 8
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "v_head_dim": 8,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "layer_types": LAYER_TYPES * 2,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+"""Values for every config that knows the name: sliding layers on, at a window that 24 tokens pass three times."""
+
+PER_LAYER_INPUTS = {
+    "num_hidden_layers": 6,
+    "layer_types": LAYER_TYPES * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16,
+}
+ROPE = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in LAYER_TYPES}
+
+ONLY_FOR: dict[str, dict[str, Any]] = {
+    "beam": {"n_group": 1, "topk_group": 1},
+    "cohere_compass": {"rope_parameters": ROPE},
+    "deepseek_v4": {"layer_types": ["sliding_attention"] * 4, "num_key_value_heads": 1},
+    "dory": {"n_recurrent_loops": 1, "n_input_layers": 1, "n_output_layers": 1},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"num_key_value_heads": 4},
+    "gemma3n": PER_LAYER_INPUTS | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, *[0.0] * 5]},
+    "gemma4": PER_LAYER_INPUTS | {"global_head_dim": 32},
+    "gemma4_unified": {"global_head_dim": 32},
+    "modernbert_decoder": {"local_attention": 2 * WINDOW},
+    "moshi": {"audio_vocab_size": 64, "ffn_dim": 128, "num_codebooks": 2},
+}
+"""What a family needs beyond SMALL to be small and to have sliding layers."""
+
+CANNOT = {
+    "blt": "several byte-level decoders in one model: its config is not one decoder's",
+    "dots3_note": "MLA: one latent per token in place of K and V heads",
+    "inkling": "short convolutions keep a state of their own beside K and V",
+    "inkling2": "short convolutions keep a state of their own beside K and V",
+    "inkling2_loop": "short convolutions keep a state of their own beside K and V",
+    "minimax": "linear attention, and it insists on a cache class of its own",
+    "phi4_multimodal": "vision and audio towers that no config makes small",
+    "recurrent_gemma": "linear recurrence beside the attention, kept outside the cache",
+    "zaya": "convolutional and delayed value states beside K and V",
+}
+"""Families that can have sliding layers and do not run through the pool; one that starts to is a failure here."""
+
+MUST_RUN = {
+    "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "mistral", "ministral", "phi3", "qwen2", "qwen3", "cohere2",
+    "exaone4", "olmo3", "smollm3", "starcoder2", "mimo_v2_flash",
+}  # fmt: skip
+
+MAX_PARAMETERS = 6_000_000
+
+
+def _families() -> dict[str, str]:
+    """Modelling module -> model type, of every causal LM whose module builds sliding-window masks or is told a window."""
+    found: dict[str, str] = {}
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        module = sys.modules[getattr(transformers, name).__module__]
+        family = module.__name__.split(".")[-2]
+        if hasattr(module, "create_sliding_window_causal_mask") or family == "moshi":
+            # A family's text model comes after, or in place of, the multimodal one that wraps it.
+            found[family] = model_type
+    return found
+
+
+FAMILIES = _families()
+
+
+def build(family: str, **options: Any) -> Any:
+    """A seeded model of `family` in eval mode, its weights large enough that attention is far from uniform."""
+    model_type = FAMILIES[family]
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    values = {name: value for name, value in SMALL.items() if name in known}
+    config = config_class(**(values | ONLY_FOR.get(family, {}) | options))
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    with torch.device("meta"):
+        if (size := sum(p.numel() for p in model_class(config).parameters())) > MAX_PARAMETERS:
+            raise ValueError(f"{family}: {size} parameters from a small config")
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15)
+    return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices of 64 columns lose time to a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Any:
+    return build("gemma3")
+
+
+def prompts(lengths: tuple[int, ...] = (14, 9)) -> dict[str, torch.Tensor]:
+    """Left-padded token ids and their mask."""
+    ids = torch.randint(2, 120, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : max(lengths) - length] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generate(model: Any, cache: Cache | None = None, **options: Any) -> Any:
+    torch.manual_seed(2)
+    defaults = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    inputs = {} if "input_ids" in options else prompts()
+    return model.generate(**inputs, **(defaults | options), **({} if cache is None else {"cache": cache}))
+
+
+def compare(ours: Any, theirs: Any) -> None:
+    """Same tokens, and the same logits to 1e-5, at every step."""
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.logits) == len(theirs.logits)
+    for step, (mine, other) in enumerate(zip(ours.logits, theirs.logits)):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5, msg=lambda m, s=step: f"logits of step {s}: {m}")
+
+
+class ForgetsOldestKey(PortaKVCache):
+    """Wrong on purpose: in each decode step a full window's oldest key reads as zeros."""
+
+    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, *args, **kwargs)
+        if key_states.shape[2] == 1 and keys.shape[2] == WINDOW:
+            keys[:, :, 0] = 0
+        return keys, values
+
+
+# Families
+
+
+def test_the_families_that_must_run_are_all_there() -> None:
+    assert MUST_RUN <= FAMILIES.keys() - CANNOT.keys()
+    assert CANNOT.keys() <= FAMILIES.keys()
+    assert ONLY_FOR.keys() <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - CANNOT.keys()))
+def test_family_matches_its_own_cache(family: str) -> None:
+    model = build(family)
+    theirs = generate(model)
+    cache = PortaKVCache.for_model(model, 2, 32, page_size=4)
+    assert any(spec.window == WINDOW for spec in cache.pool.layers)
+    ours = generate(model, cache)
+    compare(ours, theirs)
+    assert cache.get_seq_length() == ours.sequences.shape[1] - 1 >= 3 * WINDOW
+    assert not any(cache.pool.faults().values())
+    with pytest.raises(AssertionError):
+        compare(generate(model, ForgetsOldestKey.for_model(model, 2, 32, page_size=4)), theirs)
+
+
+@pytest.mark.parametrize("family", sorted(CANNOT))
+def test_listed_family_still_cannot(family: str) -> None:
+    with pytest.raises(Exception) as caught:
+        model = build(family)
+        compare(generate(model, PortaKVCache.for_model(model, 2, 32)), generate(model))
+    assert not isinstance(caught.value, KeyboardInterrupt)
+
+
+# Ways to generate
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mimo_v2_flash"])
+def test_page_sizes(family: str, page_size: int) -> None:
+    model = build(family)
+    compare(generate(model, PortaKVCache.for_model(model, 2, 32, page_size=page_size, check=True)), generate(model))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "sampling": {"do_sample": True, "temperature": 0.7},
+    "beam search": {"num_beams": 3},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "several sequences": {"num_return_sequences": 3, "do_sample": True},
+    "prompt lookup": {**prompts((14,)), "prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_ways_to_generate(gemma3: Any, way: str, page_size: int) -> None:
+    cache = PortaKVCache.for_model(gemma3, 6, 40, page_size=page_size)
+    compare(generate(gemma3, cache, **WAYS[way]), generate(gemma3, **WAYS[way]))
+    cache.pool.allocator.check_integrity()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_assisted_decoding_crops(gemma3: Any, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assistant = build("gemma3")
+    with torch.no_grad():  # close enough to be right now and then, and wrong now and then
+        for parameter in assistant.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.04)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    crops: list[int] = []
+    crop = PortaKVCache.crop
+    monkeypatch.setattr(PortaKVCache, "crop", lambda self, n: (crops.append(n), crop(self, n))[1])
+    options = {**prompts((14,)), "assistant_model": assistant, "max_new_tokens": 24}
+    cache = PortaKVCache.for_model(gemma3, 1, 80, page_size=page_size)
+    compare(generate(gemma3, cache, **options), generate(gemma3, **options))
+    assert min(crops) < 0 < 24 - len(crops)  # drafts were rejected, and accepted
+    cache.pool.allocator.check_integrity()
+
+
+def test_sdpa_attention(gemma3: Any) -> None:
+    model = build("gemma3")
+    model.set_attn_implementation("sdpa")
+    compare(generate(model, PortaKVCache.for_model(model, 2, 32)), generate(model))
+
+
+def test_continues_a_finished_cache(gemma3: Any) -> None:
+    results = []
+    for cache in (PortaKVCache.for_model(gemma3, 2, 64, page_size=4), DynamicCache(config=gemma3.config)):
+        first = generate(gemma3, cache)
+        ids = torch.cat((first.sequences, torch.full((2, 3), 7)), dim=1)
+        mask = torch.nn.functional.pad(prompts()["attention_mask"], (0, ids.shape[1] - 14), value=1)
+        results.append(generate(gemma3, cache, input_ids=ids, attention_mask=mask))
+    compare(*results)
+
+
+def test_several_generations_on_one_pool(gemma3: Any) -> None:
+    pool = PortaKVCache.for_model(gemma3, 2, 32, page_size=4).pool
+    theirs = generate(gemma3)
+    for _ in range(3):
+        compare(generate(gemma3, PortaKVCache(pool)), theirs)
+    cache = PortaKVCache(pool)
+    for _ in range(2):
+        compare(generate(gemma3, cache), theirs)
+        cache.reset()
+    compare(generate(gemma3, cache, **prompts((14,))), generate(gemma3, **prompts((14,))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = build("gemma3").to(dtype)
+    cache = PortaKVCache.for_model(model, 2, 32)
+    assert cache.pool.dtype == dtype
+    ours, theirs = generate(model, cache), generate(model)
+    # Same bytes in, but attention may add them up in another order: the difference is of the dtype's own size.
+    for mine, other in zip(ours.logits[:1], theirs.logits[:1]):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+    assert all(step.isfinite().all() for step in ours.logits)
+
+
+def test_fp8_pool_serves_a_float_model(gemma3: Any) -> None:
+    cache = PortaKVCache.for_model(gemma3, 2, 32, dtype=torch.float8_e4m3fn)
+    ours, theirs = generate(gemma3, cache, max_new_tokens=1), generate(gemma3, max_new_tokens=1)
+    difference = (ours.logits[0] - theirs.logits[0]).abs().max()
+    assert 0 < difference < 0.5 * theirs.logits[0].std()
+
+
+def test_windows_on_the_full_side(gemma3: Any) -> None:
+    layers = PortaKVCache.for_model(gemma3, 2, 32).pool.layers
+    pool = HybridKVPool(layers, size=64, dtype=torch.float32)
+    compare(generate(gemma3, PortaKVCache(pool)), generate(gemma3))
+
+
+# Slots
+
+
+def step(cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One forward through every layer of a cache of `SPECS`, with random K and V."""
+    random = torch.Generator().manual_seed(seed)
+    out = []
+    for layer, spec in enumerate(SPECS):
+        k, v = (
+            torch.randn((batch, num_tokens, spec.num_kv_heads, dim), generator=random).transpose(1, 2)
+            for dim in (spec.head_dim, spec.v_dim)
+        )
+        out.append(cache.update(k, v, layer))
+    return out
+
+
+SPECS = [LayerSpec(WINDOW, 2, 16, 8), LayerSpec(None, 2, 16), LayerSpec(5, 1, 8, 16), LayerSpec(WINDOW, 2, 16, 8)]
+
+
+def make_pool(page_size: int = 4, size: int = 256, swa_size: int = 256, **options: Any) -> HybridKVPool:
+    return HybridKVPool(SPECS, size=size, swa_size=swa_size, page_size=page_size, dtype=torch.float32, **options)
+
+
+def own_cache() -> Cache:
+    layers = [DynamicLayer() if s.window is None else DynamicSlidingWindowLayer(s.window) for s in SPECS]
+    cache = Cache(layers=layers)
+    cache.activate_past_recording()
+    return cache
+
+
+def state(pool: HybridKVPool) -> tuple[Any, ...]:
+    return (
+        pool.allocator.available("full"),
+        pool.allocator.available("swa"),
+        pool.allocator.mapping.tobytes(),
+        *(cache.clone() for group in pool.groups for cache in (group.k_caches, group.v_caches)),
+    )
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_swa_side_holds_a_window_a_page_and_the_chunk(page_size: int) -> None:
+    pool = make_pool(page_size, size=512)
+    cache = PortaKVCache(pool)
+    for num_tokens in (5, 7, 16, *[1] * 60, 3, 1, 1):
+        step(cache, num_tokens)
+        slots = cache._batch.slots[:, : cache.get_seq_length()]
+        tokens = pool.allocator.is_live(slots.flatten()).reshape(slots.shape).sum(axis=1)
+        assert (tokens <= WINDOW + page_size + num_tokens).all()
+        held = pool.swa_size - pool.allocator.available("swa")
+        assert held <= 2 * (-(-(WINDOW + num_tokens) // page_size) + 1) * page_size
+    assert pool.allocator.available("full") < pool.size - 2 * 80  # the full side keeps everything
+
+
+def test_a_pool_of_windows_outlasts_a_long_decode(gemma3: Any) -> None:
+    cache = PortaKVCache.for_model(gemma3, 2, 128, max_chunk=14, page_size=4)
+    assert cache.pool.swa_size < cache.pool.size / 3
+    compare(generate(gemma3, cache, max_new_tokens=100), generate(gemma3, max_new_tokens=100))
+
+
+def test_one_translation_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 12)
+    calls: list[int] = []
+    plan_write = HybridKVPool.plan_write
+    monkeypatch.setattr(HybridKVPool, "plan_write", lambda self, loc: (calls.append(len(loc)), plan_write(self, loc))[1])
+    step(cache, 1)
+    # What the forward writes, then what each of the two windows reads; never once per layer.
+    assert calls[0] == 2 and sorted(calls[1:]) == [2 * 5, 2 * WINDOW]
+
+
+def test_dropped_cache_returns_its_slots() -> None:
+    pool = make_pool()
+    before = pool.allocator.available("full"), pool.allocator.available("swa")
+    cache = PortaKVCache(pool)
+    step(cache, 20)
+    gc.disable()  # no cycle: the reference count alone must do
+    try:
+        del cache
+        assert (pool.allocator.available("full"), pool.allocator.available("swa")) == before
+    finally:
+        gc.enable()
+    pool.allocator.check_integrity()
+
+
+def test_cache_dropped_inside_an_allocator_call_waits_for_the_next_forward() -> None:
+    pool = make_pool()
+    before = pool.allocator.available("full")
+    caches = [PortaKVCache(pool)]
+    step(caches[0], 20)
+    inside = {"__name__": "portakv.allocator"}
+    exec("def call(caches): caches.clear()", inside)
+    inside["call"](caches)
+    assert pool.allocator.available("full") < before
+    cache = PortaKVCache(pool)
+    step(cache, 1)
+    cache.reset()
+    assert pool.allocator.available("full") == before
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_operations_against_transformers_layers(page_size: int, seed: int) -> None:
+    """Forwards, crops and every change of the batch, in any order, give the bits of transformers' own layers."""
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    pool = make_pool(page_size, size=4096, swa_size=2048)
+    ours, theirs, batch, last = PortaKVCache(pool), own_cache(), 2, 0
+    for turn in range(40):
+        kind = pick(0, 10) if last else 0
+        if kind < 5:
+            if last:
+                theirs.crop(0)  # lets go of what lies before the windows
+            last = (1, 1, 2, 7)[pick(0, 4)]
+            sizes = [[c.get_mask_sizes(last, layer) for layer in range(len(SPECS))] for c in (ours, theirs)]
+            assert sizes[0] == sizes[1]
+            for mine, other in zip(step(ours, last, batch, turn), step(theirs, last, batch, turn), strict=True):
+                assert all(map(torch.equal, mine, other))
+        elif kind == 5 and last > 1:
+            removed = pick(1, last)
+            ours.crop(-removed), theirs.crop(-removed)
+            last = 1
+        elif kind == 6:
+            rows = torch.randint(0, batch, (batch,), generator=random)
+            ours.reorder_cache(rows), theirs.reorder_cache(rows)
+        elif kind == 7 and batch < 4:
+            ours.batch_repeat_interleave(2), theirs.batch_repeat_interleave(2)
+            batch *= 2
+        elif kind == 8:
+            rows = torch.randint(0, batch, (pick(1, 4),), generator=random)
+            ours.batch_select_indices(rows), theirs.batch_select_indices(rows)
+            batch = len(rows)
+        elif kind == 9:
+            ours = copy.deepcopy(ours)
+        assert [ours.get_seq_length(i) for i in range(len(SPECS))] == [
+            theirs.get_seq_length(i) for i in range(len(SPECS))
+        ]
+        pool.allocator.check_integrity()
+    del ours
+    assert pool.allocator.available("full") == pool.size
+    assert pool.allocator.available("swa") == pool.swa_size
+
+
+def test_copy_is_independent() -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 11)
+    twin = copy.deepcopy(cache)
+    assert twin.pool is pool
+    step(cache, 1, seed=5)
+    cache.reset()
+    other = own_cache()
+    step(other, 11)
+    for mine, theirs in zip(step(twin, 1, seed=6), step(other, 1, seed=6), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+# Bad input
+
+
+def refused(pool: HybridKVPool, error: type[Exception], match: str, call: Any) -> None:
+    before = state(pool)
+    with pytest.raises(error, match=match):
+        call()
+    assert same(before, state(pool))
+    pool.allocator.check_integrity()
+
+
+def test_out_of_slots_changes_nothing_and_can_be_retried() -> None:
+    pool = make_pool(size=64, swa_size=64)
+    cache = PortaKVCache(pool)
+    step(cache, 20)
+    other = pool.allocator.alloc(20)
+    refused(pool, OutOfSlots, "full side", lambda: step(cache, 9))
+    pool.allocator.free(other)
+    assert step(cache, 9)[1][0].shape == (2, 2, 29, 16)
+
+
+def test_forward_of_another_batch_or_shape_is_refused() -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 3)
+    refused(pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3))
+    wrong = torch.zeros(2, 3, 1, 16)
+    refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
+    refused(pool, ValueError, "layer_idx: expected one of the pool's 4 layers, got 4", lambda: cache.update(wrong, wrong, 4))
+    step(cache, 1)
+
+
+def test_forward_that_stopped_half_way_is_named_and_can_be_cropped() -> None:
+    pool = make_pool()
+    cache, other = PortaKVCache(pool), own_cache()
+    step(cache, 6), step(other, 6)
+    k, v = torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)
+    cache.update(k, v, 0)
+    refused(pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1))
+    refused(pool, PortaKVError, r"layers \[1, 2, 3\] did not write", lambda: cache.update(k, v, 0))
+    refused(pool, PortaKVError, "did not write", lambda: cache.reorder_cache(torch.tensor([1, 0])))
+    refused(pool, ValueError, "at least the 1 tokens", lambda: cache.crop(0))
+    cache.crop(-1)
+    for mine, theirs in zip(step(cache, 1, seed=3), step(other, 1, seed=3), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_crop_stays_within_the_window() -> None:
+    pool = make_pool(page_size=1)
+    cache = PortaKVCache(pool)
+    step(cache, 20)
+    step(cache, 4)
+    refused(pool, ValueError, "tokens_to_remove: expected -24 to 0, got 3", lambda: cache.crop(3))
+    refused(pool, ValueError, "tokens_to_remove: expected -24 to 0, got -25", lambda: cache.crop(-25))
+    refused(pool, ValueError, "SWA slots are given back", lambda: cache.crop(-5))
+    cache.crop(-4)
+    assert cache.get_seq_length() == 20
+    short = PortaKVCache(pool)
+    step(short, 3), step(short, 2)
+    short.crop(-5)  # nothing evicted yet: as far back as there is
+    step(short, 3, batch=1)
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 3)
+    refused(pool, ValueError, "indices: expected rows of 0 to 1", lambda: cache.batch_select_indices(torch.tensor([0, 2])))
+    refused(pool, ValueError, "repeats", lambda: cache.batch_repeat_interleave(0))
+    full = make_pool(size=24, swa_size=24)
+    cache = PortaKVCache(full)
+    step(cache, 8)
+    refused(full, OutOfSlots, "full side", lambda: cache.batch_repeat_interleave(2))
+    refused(full, OutOfSlots, "full side", lambda: copy.deepcopy(cache))
+
+
+def test_constructor_arguments() -> None:
+    with pytest.raises(TypeError, match="pool: expected a HybridKVPool, got str"):
+        PortaKVCache("pool")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size"):
+        PortaKVCache.for_model(None, 0, 10)
+
+
+def test_gradients_stop_at_the_cache() -> None:
+    cache = PortaKVCache(make_pool())
+    for layer, spec in enumerate(SPECS):
+        k = torch.ones(2, spec.num_kv_heads, 1, spec.head_dim, requires_grad=True)
+        v = torch.ones(2, spec.num_kv_heads, 1, spec.v_dim, requires_grad=True)
+        assert not any(x.requires_grad for x in cache.update(k, v, layer))
+    assert not integration._orphans
