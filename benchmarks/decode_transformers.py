@@ -1,10 +1,10 @@
-"""Decode steps of a transformers model through the pool, beside the model's own cache, step by step in one run.
+"""Decode steps of a transformers model through the pool, beside the model's own cache, in one run.
 
-    python benchmarks/decode_transformers.py [--batch 4] [--context 2048] [--steps 40] [--json]
-
-The model is a Gemma 3 of eight layers (five sliding to one full, seeded weights). Both caches hold the same prompt and
-take turns, one forward each, so that both meet the same noise. Reported: the median step, its quartiles, tokens/s, and
-the median of the ratios of neighbouring steps, own cache over pool (above 1: the pool is faster).
+    python benchmarks/decode_transformers.py [--batch 4] [--context 2048] [--steps 32] [--json]
+ The model is a Gemma 3 of eight layers (five sliding to one full, seeded weights). Both caches hold the same
+prompt and take turns, one forward each, so that both meet the same noise. Reported: the median step, its
+quartiles, tokens/s, and the median of the ratios of neighbouring steps, own cache over pool (above 1: the
+pool is faster).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def measure(model: Any, batch: int, context: int, steps: int, page_size: int) ->
         "own": transformers.DynamicCache(config=model.config),
         "pool": PortaKVCache.for_model(model, batch, context + steps, max_chunk=CHUNK, page_size=page_size),
     }
-    prompt = torch.randint(1, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        1, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0)
+    )
     tokens = {}
     for name, cache in caches.items():
         for chunk in prompt.split(CHUNK, dim=1):
@@ -66,7 +68,7 @@ def measure(model: Any, batch: int, context: int, steps: int, page_size: int) ->
     warm = {name: each[steps // 10 :] for name, each in times.items()}
     return {
         "identical": bool((tokens["own"] == tokens["pool"]).all()),
-        "ratio": statistics.median(own / pool for own, pool in zip(warm["own"], warm["pool"])),
+        "ratio": statistics.median(own / pool for own, pool in zip(warm["own"], warm["pool"], strict=True)),
         **{name: _summary(each, batch) for name, each in warm.items()},
     }
 
@@ -77,10 +79,12 @@ def _summary(times: list[float], batch: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--attention", choices=("eager", "sdpa"), nargs="+", default=["eager", "sdpa"])
@@ -96,7 +100,9 @@ def main() -> int:
         "context": args.context,
         "dtype": args.dtype,
         "results": {
-            attention: measure(build_model(attention, dtype), args.batch, args.context, args.steps, args.page_size)
+            attention: measure(
+                build_model(attention, dtype), args.batch, args.context, args.steps, args.page_size
+            )
             for attention in args.attention
         },
     }
@@ -104,12 +110,18 @@ def main() -> int:
         json.dump(report, sys.stdout, indent=2)
         print()
         return 0
-    print(f"batch {args.batch}, context {args.context}, {args.dtype}, {report['threads']} threads, torch {torch.__version__}")
-    print(f"{'attention':10} {'cache':6} {'step ms':>9} {'q1':>8} {'q3':>8} {'tokens/s':>9} {'ratio':>6}  tokens")
+    print(f"batch {args.batch}, context {args.context}, {args.dtype}, {report['threads']} threads")
+    print(
+        f"{'attention':10} {'cache':6} {'step ms':>9} {'q1':>8} {'q3':>8} {'tokens/s':>9} {'ratio':>6} tokens"
+    )
     for attention, result in report["results"].items():
         for name in ("own", "pool"):
             row = result[name]
-            tail = f" {result['ratio']:6.2f}  {'identical' if result['identical'] else 'DIFFERENT'}" if name == "pool" else ""
+            tail = (
+                f" {result['ratio']:6.2f} {'identical' if result['identical'] else 'DIFFERENT'}"
+                if name == "pool"
+                else ""
+            )
             print(
                 f"{attention:10} {name:6} {row['step_ms']:9.2f} {row['q1_ms']:8.2f} {row['q3_ms']:8.2f} "
                 f"{row['tokens_per_s']:9.1f}{tail}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,7 +23,7 @@ from portakv.arrays import (
     require,
 )
 from portakv.errors import PortaKVError, SlotOwnership
-from portakv.pages import HybridPages
+from portakv.pages import HybridPages, OnPatch
 
 NO_PAGES: Ints = np.empty(0, np.int64)
 
@@ -53,17 +53,17 @@ class HybridSlotAllocator:
         page_size: int = 1,
         *,
         window: int | None = None,
-        on_patch: Callable[[Ints, Ints], None] | None = None,
+        on_patch: OnPatch | None = None,
     ) -> None:
         self.page_size = page = as_int("page_size", page_size, 1)
         self.window = None if window is None else as_int("window", window, 1)
         self.size = as_int("size", size, page) // page * page
-        self.swa_size = 0 if swa_size is None else as_int("swa_size", swa_size, page) // page * page
+        self.swa_size = 0 if swa_size is None else as_int("swa_size", swa_size, 1) // page * page
         # A decode step holds its window and takes the next page before it evicts one.
-        need = 0 if swa_size is None or self.window is None else min(self.window + page, self.size)
-        if self.swa_size < need:
+        need = page if self.window is None else min(self.window + page, self.size)
+        if swa_size is not None and self.swa_size < need:
             raise ValueError(
-                f"swa_size: expected at least {need} slots (window {window} + page {page}, or all of size), "
+                f"swa_size: expected at least {need} slots (a window and a page, at most size), "
                 f"got {swa_size}, which is {self.swa_size} in whole pages"
             )
         self._pages = HybridPages(self.size, self.swa_size, page, on_patch)
@@ -253,8 +253,12 @@ class HybridSlotAllocator:
     @property
     def nbytes(self) -> int:
         """Host bytes held: the mapping, the free lists and the state of each page."""
-        pages = self._pages
-        return self.mapping.nbytes + self._fill.nbytes + pages.full.stack.nbytes + pages.swa.stack.nbytes
+        return self.host_bytes(self.size, self.swa_size, self.page_size)
+
+    @staticmethod
+    def host_bytes(size: int, swa_size: int | None, page_size: int) -> int:
+        """What `nbytes` of an allocator of these sizes is."""
+        return HybridPages.host_bytes(size // page_size, (swa_size or 0) // page_size, page_size)
 
     def is_live(self, slots: IntsLike) -> Bools:
         """Which of `slots` (1-D) are handed out and have an SWA peer; any integer may be asked about."""

@@ -11,15 +11,19 @@ import numpy.typing as npt
 import torch
 
 from portakv.device import DeviceFacts, fp8_dialect
-from portakv.errors import SlotFault, StaleWriteLoc
+from portakv.errors import MissingSwaLoc, SlotFault, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
+from portakv.groups import Layer
 from portakv.layers import LayerSpec, check_positive
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc
 
 if TYPE_CHECKING:
     from portakv.pool import HybridKVPool
 
 
 def pool_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"layers: expected a sequence of LayerSpec, got {type(layers).__name__}")
     for i, spec in enumerate(layers):
         if not isinstance(spec, LayerSpec):
             raise TypeError(f"layers[{i}]: expected a LayerSpec, got {spec!r}")
@@ -28,18 +32,11 @@ def pool_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
-def whole_pages(name: str, tokens: int, page_size: int) -> int:
-    """`tokens` rounded down to pages, at least one."""
-    check_positive("page_size", page_size)
-    whole = check_positive(name, tokens) // page_size * page_size
-    if whole == 0:
-        raise ValueError(f"{name}: expected at least one page of {page_size} tokens, got {tokens}")
-    return whole
-
-
 def checked_mode(check: bool | None) -> bool:
-    if check is not None:
+    if isinstance(check, bool):
         return check
+    if check is not None:
+        raise TypeError(f"check: expected True, False or None, got {check!r}")
     value = os.environ.get("PORTAKV_CHECK", "0")
     if value not in ("0", "1"):
         raise ValueError(f"PORTAKV_CHECK: expected 0 or 1, got {value!r}")
@@ -57,7 +54,12 @@ def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
 
 def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> torch.Tensor:
     """A scale, or one per KV head, as float32 on the host: `[1]` or `[H]`."""
-    value = torch.as_tensor(1.0 if scale is None else scale).detach().to("cpu", torch.float32).reshape(-1)
+    if scale is None:
+        return torch.ones(1)
+    if not isinstance(scale, (int, float)) and not (isinstance(scale, torch.Tensor) and scale.is_floating_point()):
+        got = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise TypeError(f"{name}: expected a number or a tensor of floats, got {got}")
+    value = torch.as_tensor(scale).detach().to("cpu", torch.float32).reshape(-1)
     if value.numel() not in (1, num_kv_heads):
         raise ValueError(f"{name}: expected 1 value or {num_kv_heads}, one per KV head, got {value.numel()}")
     if not (value.isfinite() & (value > 0) & (1 / value).isfinite()).all():
@@ -65,34 +67,42 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
     return value
 
 
-def rows_error(
+def side_slots(name: str, layer_id: int, layer: Layer, locations: WriteLoc) -> torch.Tensor:
+    """The slots of the layer's side. Raises `MissingSwaLoc`, or `TypeError` for what is no location."""
+    if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
+        raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
+    slots = locations.swa_loc if layer.on_swa else locations.loc
+    if slots is None:
+        raise MissingSwaLoc(f"{name}: layer {layer_id} has a sliding window and needs swa_loc, got None")
+    return slots
+
+
+def check_rows(
     names: tuple[str, str, str],
+    layer: Layer,
+    loc: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    loc: torch.Tensor,
-    k_tail: tuple[int, int],
-    v_tail: tuple[int, int],
     dtypes: Collection[torch.dtype],
     device: torch.device,
-) -> Exception | None:
-    """What is wrong with the K rows, V rows and slots of a call, if anything."""
+) -> None:
+    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take."""
     n = loc.shape[0]
-    for name, x, tail in ((names[0], k, k_tail), (names[1], v, v_tail)):
+    for name, x, tail in ((names[0], k, layer.k_tail), (names[1], v, layer.v_tail)):
         if not isinstance(x, torch.Tensor):
-            return TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.shape != (n, *tail):
-            return ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
+            raise ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
         if x.dtype not in dtypes:
-            return TypeError(f"{name}: expected a dtype of {sorted(map(str, dtypes))}, got {x.dtype}")
+            raise TypeError(f"{name}: expected a dtype of {sorted(map(str, dtypes))}, got {x.dtype}")
         if x.device != device:
-            return ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
+            raise ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
         if not x.is_contiguous() and x.stride(2) != 1:
-            return ValueError(f"{name}: expected a dense last axis, got strides {x.stride()}")
+            raise ValueError(f"{name}: expected a dense last axis, got strides {x.stride()}")
     if k.dtype != v.dtype:
-        return TypeError(f"{names[1]}: expected {k.dtype} as {names[0]}, got {v.dtype}")
+        raise TypeError(f"{names[1]}: expected {k.dtype} as {names[0]}, got {v.dtype}")
     if loc.device != device:
-        return ValueError(f"{names[2]}: expected slots on {device}, got {loc.device}")
-    return None
+        raise ValueError(f"{names[2]}: expected slots on {device}, got {loc.device}")
 
 
 def host(slots: torch.Tensor) -> npt.NDArray[Any]:
@@ -131,14 +141,18 @@ def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[n
         )
 
 
-def check_attachable(pool: HybridKVPool, target: HybridKVPool) -> None:
+def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_size: int | None) -> None:
     """Raise unless every slot that `target` hands out is one of `pool` too, and is kept as long as it needs."""
-    for name, mine, least in (("size", pool.size, target.size), ("swa_size", pool.swa_size, target.swa_size)):
-        if mine is not None and (least is None or mine < least):
+    if not hasattr(target, "allocator"):
+        raise TypeError(f"slots_of: expected a HybridKVPool, got {type(target).__name__}")
+    if swa_size is not None and target.swa_size is None:
+        raise ValueError(f"swa_size: expected None, as the pool whose slots are shared has, got {swa_size}")
+    for name, mine, least in (("size", size, target.size), ("swa_size", swa_size, target.swa_size)):
+        if mine is not None and check_positive(name, mine) < (least or 0):
             raise ValueError(f"{name}: expected at least {least} to share the other pool's slots, got {mine}")
     for name in ("page_size", "device"):
         mine, theirs = getattr(pool, name), getattr(target, name)
         if mine != theirs:
             raise ValueError(f"{name}: expected {theirs} as the pool whose slots are shared, got {mine}")
-    if pool.window is not None and (target.window is None or pool.window > target.window):
+    if pool.window is not None and pool.window > (target.window or 0):
         raise ValueError(f"layers: expected windows the shared slots keep, at most {target.window}, got {pool.window}")

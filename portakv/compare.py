@@ -9,11 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from portakv.layers import LayerSpec
+from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
 
 Tensor = torch.Tensor
@@ -26,7 +27,7 @@ PROMPTS = (
     "A full-attention layer keeps every key, and its pool grows with the text.",
 )
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 257,  # every byte, and padding
     "pad_token_id": 256,
     "bos_token_id": None,
@@ -39,8 +40,8 @@ _COMMON = {
     "tie_word_embeddings": False,
 }
 
-# Which layers slide is left to each config class, whose default is the released model's pattern. Ratios of query
-# heads to KV heads and of K dim to V dim are the released ones too; windows are a quarter (Gemma 3: a 32nd).
+# Which layers slide is left to each config class, whose default is the released model's pattern. Query heads
+# per KV head and K dim to V dim are the released ones too; windows and pages are a quarter (Gemma 3's less).
 SCALED: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_hidden_layers": 8,
@@ -82,15 +83,17 @@ class Subject:
     model: Any
     input_ids: Tensor
     attention_mask: Tensor
+    page_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What one model did through the pool and through its own cache.
 
-    `max_logit_diff` is over all generated steps, `logit_tolerance` what rounding explains. Tokens/s are of decoding, for
-    the whole batch, from the median step. Bytes are those of K and V held at the end: in the pool whole pages of slots,
-    in the model's own cache its tensors' memory. `swa_slots_held` is of the whole batch, of at most `swa_slots_bound`.
+    `max_logit_diff` is over all generated steps, `logit_tolerance` what rounding explains. `windows_passed` is
+    the shortest sequence's final length in windows. Tokens/s are of decoding, for the whole batch, from the
+    median step. Bytes are those of K and V held at the end: in the pool whole pages of slots, in the model's own
+    cache its tensors' memory. `swa_slots_held` is of the whole batch, of at most `swa_slots_bound`.
     """
 
     name: str
@@ -110,7 +113,6 @@ class Comparison:
     bytes_held_own: int
     swa_slots_held: int
     swa_slots_bound: int
-    kernels: dict[str, str]
 
     @property
     def matches(self) -> bool:
@@ -119,7 +121,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class _Run:
-    """One generation: tokens `[B, steps]`, logits `[steps, B, V]`, the cache at its end, seconds per decode step."""
+    """One generation: tokens `[B, steps]`, logits `[steps, B, V]`, the cache at its end, seconds per step."""
 
     tokens: Tensor
     logits: Tensor
@@ -144,10 +146,11 @@ class _Clock:
 
 
 def scaled_subjects(device: torch.device, prompts: Sequence[str]) -> Iterator[Subject]:
-    """The models of `SCALED` in float32, seeded, with byte-level prompts. The same weights on every device."""
+    """The models of `SCALED` in float32 with byte-level prompts; the weights are the same on every device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    pad = _COMMON["pad_token_id"]
+    causal_lm: Any = AutoModelForCausalLM  # its methods have no types
+    pad: int = _COMMON["pad_token_id"]
     rows = [list(prompt.encode()) or [pad] for prompt in prompts]
     width = max(map(len, rows))
     input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
@@ -156,38 +159,48 @@ def scaled_subjects(device: torch.device, prompts: Sequence[str]) -> Iterator[Su
         config = AutoConfig.for_model(name, **(_COMMON | changes))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        yield Subject(name, model.eval().to(device), input_ids.to(device), mask.to(device))
+            model = causal_lm.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        yield Subject(name, model.eval().to(device), input_ids.to(device), mask.to(device), page_size=4)
 
 
-def local_subject(directory: str, device: torch.device, prompts: Sequence[str]) -> Subject:
-    """A checkpoint and tokenizer from `directory`, in the checkpoint's dtype. Raises `OSError` or `ValueError` without one."""
+def local_subject(directory: Path, device: torch.device, prompts: Sequence[str]) -> Subject:
+    """A checkpoint and its tokenizer from `directory`, in the checkpoint's dtype.
+
+    Raises `OSError` or `ValueError` where one is missing, `ValueError` for a model that no pool can hold.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype="auto", attn_implementation="eager"
     )
-    model.generation_config.cache_implementation = None  # a static cache would be compared with itself
+    layers_from_config(model.config)
+    # A checkpoint may ask for a static cache, which generate refuses beside a cache that it is given.
+    model.generation_config.cache_implementation = None
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)
-    return Subject(directory, model.eval().to(device), batch["input_ids"], batch["attention_mask"])
+    return Subject(directory.name, model.eval().to(device), batch["input_ids"], batch["attention_mask"])
 
 
 def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None) -> Comparison:
-    """Generate `new_tokens` greedily twice, through the model's own cache and through a pool; `on_token` is called
-    once per token and run."""
+    """Generate `new_tokens` greedily through the model's own cache, then through a pool made for it.
+
+    `on_token` is called after each token of the batch, `2 * new_tokens` times.
+    """
     from portakv.integrations.transformers import PortaKVCache
 
     model, (batch, width) = subject.model, subject.input_ids.shape
     own = _generate(subject, None, new_tokens, on_token)
-    cache = PortaKVCache.for_model(model, batch, width + new_tokens, max_chunk=width)
+    cache = PortaKVCache.for_model(
+        model, batch, width + new_tokens, max_chunk=width, page_size=subject.page_size
+    )
     ours = _generate(subject, cache, new_tokens, on_token)
     pool = cache.pool
     held = {"full": pool.size - pool.allocator.available("full")}
     held["swa"] = (pool.swa_size or 0) - pool.allocator.available("swa")
     diff = torch.where(own.logits == ours.logits, 0.0, (own.logits - ours.logits).abs()).max().item()
+    shortest = int(subject.attention_mask.sum(1).min()) + new_tokens
     scale = max(1.0, own.logits.abs().max().item())
     return Comparison(
         name=subject.name,
@@ -197,7 +210,7 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
         window=pool.window,
         batch=batch,
         new_tokens=new_tokens,
-        windows_passed=(width + new_tokens) / pool.window if pool.window else 0.0,
+        windows_passed=shortest / pool.window if pool.window else 0.0,
         tokens_identical=torch.equal(own.tokens, ours.tokens),
         max_logit_diff=diff,
         logit_tolerance=100 * torch.finfo(model.dtype).eps * scale,
@@ -207,7 +220,6 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
         bytes_held_own=_cache_bytes(own.cache),
         swa_slots_held=held["swa"],
         swa_slots_bound=batch * (pool.window + pool.page_size + 1) if pool.window else 0,
-        kernels=pool.kernels,
     )
 
 
@@ -236,29 +248,38 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def measure_store(device: torch.device, tokens: int = 4096, rounds: int = 8) -> tuple[float, float]:
-    """GB/s, read and written, of `set_kv_buffer` at random slots, and of plain copies of the same rows beside it.
+    """GB/s, read and written, of `set_kv_buffer` at random slots, and of plain copies of the same rows.
 
-    bfloat16 rows of 8 x 128 for K and V, another part of the pool each call, medians; the first round is warm-up.
+    bfloat16 rows of 8 x 128 for K and V, another part of the pool each call. The median call; the first round,
+    which touches the memory first, does not count.
     """
     parts = 8
     pool = HybridKVPool([LayerSpec(None, 8, 128)], size=parts * tokens, device=device)
     order = torch.randperm(pool.size, generator=torch.Generator().manual_seed(0)) + pool.page_size
-    write_locs = [pool.plan_write(loc) for loc in order.split(tokens)]
+    write_locs = [pool.plan_write(loc) for loc in order.view(parts, tokens)]
     k, v = torch.randn((2, tokens, 8, 128), device=device).to(pool.dtype)
-    k_cache, v_cache = pool.get_kv_buffer(0)
+    caches = pool.get_kv_buffer(0)
     synchronize = torch.get_device_module(device).synchronize
-    stores, copies = [], []
-    for i in range((rounds + 1) * parts):
-        start, loc = pool.page_size + i % parts * tokens, write_locs[i % parts]
-        synchronize()
-        t0 = time.perf_counter()
-        pool.set_kv_buffer(0, loc, k, v)
-        synchronize()
-        t1 = time.perf_counter()
-        k_cache[start : start + tokens].copy_(k)
-        v_cache[start : start + tokens].copy_(v)
-        synchronize()
-        stores.append(t1 - t0)
-        copies.append(time.perf_counter() - t1)
-    gigabytes = 2 * (k.nbytes + v.nbytes) / 1e9
-    return gigabytes / statistics.median(stores[parts:]), gigabytes / statistics.median(copies[parts:])
+
+    def store(part: int) -> None:
+        pool.set_kv_buffer(0, write_locs[part], k, v)
+
+    def copy(part: int) -> None:
+        start = pool.page_size + part * tokens
+        for cache, rows in zip(caches, (k, v), strict=True):
+            cache[start : start + tokens].copy_(rows)
+
+    def rate(call: Callable[[int], None]) -> float:
+        seconds: list[float] = []
+        for i in range((rounds + 1) * parts):
+            synchronize()
+            start = time.perf_counter()
+            call(i % parts)
+            synchronize()
+            seconds.append(time.perf_counter() - start)
+        gigabytes: float = 2 * (k.nbytes + v.nbytes) / 1e9
+        return gigabytes / statistics.median(seconds[parts:])
+
+    # Copies first: a store that bypasses the caches would leave them cold for a copy.
+    copy_rate = rate(copy)
+    return rate(store), copy_rate

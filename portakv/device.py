@@ -197,7 +197,10 @@ def _distribution(*names: str) -> Package:
 
 def _triton() -> Package:
     """Triton's version and the backends in its folder, without importing it."""
-    spec = importlib.util.find_spec("triton")
+    try:
+        spec = importlib.util.find_spec("triton")
+    except ImportError:  # a finder that blocks it
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         return Package(problem="not installed")
     folder = Path(next(iter(spec.submodule_search_locations))) / "backends"

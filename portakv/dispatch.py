@@ -171,6 +171,8 @@ def select_all(
 ) -> dict[str, Selection]:
     """A selection for every op; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`."""
     wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", ""))
+    if kernels is not None and not isinstance(kernels, Mapping):
+        raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
     wanted |= parse_kernels(",".join(f"{op}={name}" for op, name in (kernels or {}).items()))
     return {op: select(op, found, Request(fmt, wanted.get(op), strict)) for op in TABLE}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +14,6 @@ from portakv.layers import LayerSpec, check_positive
 
 Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
 """(side, format) -> the model layers stored so."""
-
-OVERHEAD_BYTES = 40
-"""What a pool costs per full slot beyond K and V at most: the mapping, its mirror and the allocator's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +106,39 @@ def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
         raise ValueError(f"layers[{i}].alias_of: layer {producer} is of the other kind (full or sliding window)")
 
 
-def fit_sizes(groups: Plan, budget: int, swa_ratio: float | None, page_size: int) -> tuple[int, int | None]:
-    """The largest `size` and `swa_size = size * swa_ratio` of a pool that stays within `budget` bytes.
+def fit_sizes(
+    groups: Plan,
+    budget: int,
+    swa_ratio: float | None,
+    page_size: int,
+    slot_bytes: Callable[[int, int | None], int],
+) -> tuple[int, int | None]:
+    """The largest `size`, and `swa_size = size * swa_ratio`, whose buffers and `slot_bytes` stay within `budget` bytes.
 
     Raises `ValueError` if not one page fits.
     """
     check_positive("budget", budget)
+    if swa_ratio is not None and (not isinstance(swa_ratio, (int, float)) or isinstance(swa_ratio, bool)):
+        raise TypeError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio!r}")
     if swa_ratio is not None and not 0 < swa_ratio <= 1:
         raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
-    cost = {"full": OVERHEAD_BYTES, "swa": 0}
+    row_bytes = {"full": 0, "swa": 0}
     for (side, fmt), ids in groups.items():
-        cost[side] += len(ids) * fmt.row_bytes
-    per_token = cost["full"] + cost["swa"] * (swa_ratio or 0)
-    reserved = page_size * (cost["full"] + cost["swa"])
-    size = math.floor((budget - reserved) / per_token) // page_size * page_size
-    if size < page_size:
-        need = math.ceil(reserved + page_size * per_token)
-        raise ValueError(f"budget: expected at least {need} bytes for one page of tokens, got {budget}")
-    return size, None if swa_ratio is None else max(int(size * swa_ratio), 1)
+        row_bytes[side] += len(ids) * fmt.row_bytes
+
+    def sizes(pages: int) -> tuple[int, int | None]:
+        size = pages * page_size
+        return size, None if swa_ratio is None else max(int(size * swa_ratio), 1)
+
+    def cost(pages: int) -> int:
+        size, swa_size = sizes(pages)
+        swa_rows = (swa_size or 0) // page_size * page_size + page_size
+        return row_bytes["full"] * (size + page_size) + row_bytes["swa"] * swa_rows + slot_bytes(size, swa_size)
+
+    pages = bisect.bisect_right(range(1, budget), budget, key=cost)
+    if pages == 0:
+        raise ValueError(f"budget: expected at least {cost(1)} bytes for one page of tokens, got {budget}")
+    return sizes(pages)
 
 
 def allocate_group(

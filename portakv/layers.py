@@ -1,4 +1,4 @@
-"""LayerSpec: what one attention layer keeps in the cache; `layers_from_config` reads it off a model config."""
+"""LayerSpec: what one attention layer keeps in the cache; `layers_from_config` reads it off a config."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class LayerSpec:
             if value is None and name in ("window", "v_head_dim"):
                 continue
             check_positive(name, value)
+        if self.alias_of is not None and (
+            not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)
+        ):
+            raise TypeError(f"alias_of: expected the index of a layer, got {self.alias_of!r}")
 
     @property
     def v_dim(self) -> int:
@@ -47,22 +51,25 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
     """One LayerSpec per layer of a transformers decoder config; of a multimodal config, its text decoder's.
 
     Reads plain attributes, so any object with the same names will do: `num_hidden_layers`, `layer_types`,
-    `sliding_window` (which counts the current token), `use_sliding_window`, head counts and dims (per layer where the
-    config has `per_layer_config`, of the sliding layers where it has `swa_*`), `num_kv_shared_layers`. Layers that share
-    KV come out as aliases of the last layer of their kind that stores it.
+    `sliding_window` (which counts the current token), `use_sliding_window`, head counts and dims (per layer
+    where the config has `per_layer_config`, of the sliding layers where it has `swa_*`),
+    `num_kv_shared_layers`. Layers that share KV come out as aliases of the last layer of their kind that
+    stores it.
 
-    Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed attention, MLA.
+    Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed
+    attention, MLA.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     text = getattr(text, "text_config", None) or text
     num_layers = getattr(text, "num_hidden_layers", None)
     if num_layers is None:
-        raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {type(config).__name__}")
+        got = type(config).__name__
+        raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {got}")
     of_layer = list(getattr(text, "per_layer_config", None) or [text] * num_layers)
     kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
     if not len(kinds) == len(of_layer) == num_layers:
         raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
-    specs = [_layer_spec(i, kind, layer) for i, (kind, layer) in enumerate(zip(kinds, of_layer))]
+    specs = [_layer_spec(i, kinds[i], of_layer[i]) for i in range(num_layers)]
     for i in range(num_layers - (getattr(text, "num_kv_shared_layers", None) or 0), num_layers):
         stored = [j for j in range(i) if kinds[j] == kinds[i] and specs[j].alias_of is None]
         if not stored:
@@ -87,21 +94,19 @@ def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
     if kind not in ("full_attention", "sliding_attention"):
         raise ValueError(f"config.layer_types[{i}]: expected full_attention or sliding_attention, got {kind}")
     if getattr(layer, "kv_lora_rank", None) is not None:
-        raise ValueError(f"config.kv_lora_rank: expected K and V heads, got MLA (one latent per token) in layer {i}")
+        raise ValueError(f"config.kv_lora_rank: expected K and V heads, got MLA (a latent) in layer {i}")
     is_swa = kind == "sliding_attention"
     window = _window(layer) if is_swa else None
     if is_swa and window is None:
         raise ValueError(f"config.sliding_window: expected the window of layer {i}, got None")
 
-    def size(name: str, default: int | None = None) -> int | None:
+    def size(name: str, default: int | None = None) -> Any:  # LayerSpec checks it
         own = getattr(layer, f"swa_{name}", None) if is_swa else None
         return own or getattr(layer, name, None) or default
 
     heads = size("num_key_value_heads", layer.num_attention_heads)
-    if is_swa and getattr(layer, "model_type", None) == "mimo_v2_flash" and not hasattr(
-        layer, "swa_num_key_value_heads"
-    ):
-        heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, absent from its config
+    if is_swa and getattr(layer, "model_type", None) == "mimo_v2_flash":
+        heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, whatever its config says
     head_dim = size("head_dim") or layer.hidden_size // layer.num_attention_heads
     v_head_dim = size("v_head_dim", head_dim)
     return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)

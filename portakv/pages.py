@@ -10,6 +10,7 @@ from portakv.arrays import Ints
 from portakv.errors import IntegrityError, OutOfSlots
 
 OnPatch = Callable[[Ints, Ints], None]
+"""Gets the slots whose mapping changed, and what it is now."""
 
 
 class HybridPages:
@@ -33,6 +34,13 @@ class HybridPages:
         self.peer = self._map[:, 0]
         self._offsets = np.arange(page_size)
         self.has_swa = swa_size > 0
+
+    @staticmethod
+    def host_bytes(full: int, swa: int, page_size: int) -> int:
+        """Bytes of the arrays for so many pages of either side."""
+        stacks = sum(count * np.dtype(FreePages.dtype(count)).itemsize for count in (full, swa))
+        fill = (full + 1) * np.min_scalar_type(page_size).itemsize
+        return 8 * ((full + 1) * page_size + 1) + fill + stacks
 
     def take(self, full: int, swa: int) -> tuple[Ints, Ints]:
         """Pages off both free lists, or `OutOfSlots` and both untouched."""
@@ -131,8 +139,12 @@ class FreePages:
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name
-        self.stack = np.empty(count, np.int32 if count < 2**31 else np.int64)
+        self.stack = np.empty(count, self.dtype(count))
         self.reset()
+
+    @staticmethod
+    def dtype(count: int) -> type[np.signedinteger]:
+        return np.int32 if count < 2**31 else np.int64
 
     def reset(self) -> None:
         self.top = self.stack.size

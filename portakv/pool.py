@@ -12,15 +12,14 @@ import torch
 from portakv import checks, dispatch, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
-from portakv.errors import IntegrityError, MissingSwaLoc, OutOfSlots
+from portakv.errors import IntegrityError, OutOfSlots
 from portakv.formats import FAULT_KINDS, INDEX_DTYPES
 from portakv.groups import Layer, allocate_group, fit_sizes, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.transfer import HostCopy
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc, check_slots, planned
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned
 
 Tensor = torch.Tensor
-WriteLoc = KVWriteLoc | GraphWriteLoc
 Scale = float | Tensor | None
 
 
@@ -54,9 +53,8 @@ class HybridKVPool:
         slots_of: HybridKVPool | None = None,
     ) -> None:
         self.layers = checks.pool_layers(layers)
-        self.size = checks.whole_pages("size", size, page_size)
-        self.swa_size = None if swa_size is None else checks.whole_pages("swa_size", swa_size, page_size)
-        self.page_size = page_size
+        self.page_size = check_positive("page_size", page_size)
+        self.has_swa = swa_size is not None
         self.device = devices.resolve(device)
         self.check = checks.checked_mode(check)
         found = devices.facts(self.device)
@@ -72,19 +70,17 @@ class HybridKVPool:
         if slots_of is None:
             shared = devices.shares_host_memory(self.device)
             self.allocator = HybridSlotAllocator(
-                self.size,
-                self.swa_size,
-                page_size,
-                window=self.window,
-                on_patch=None if shared else self._patch,
+                size, swa_size, page_size, window=self.window, on_patch=None if shared else self._patch
             )
             # On a device that reads host memory the mapping is the allocator's own array.
             mirror = torch.from_numpy(self.allocator.mapping)
             self.full_to_swa = mirror if shared else mirror.to(self.device)
         else:
-            checks.check_attachable(self, slots_of)
+            checks.check_attachable(self, slots_of, size, swa_size)
             self.allocator = slots_of.allocator
             self.full_to_swa = slots_of.full_to_swa
+        self.size = size // page_size * page_size
+        self.swa_size = None if swa_size is None else swa_size // page_size * page_size
         self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
         self._translate_loc, self._cast_loc, self._patch_map = (
             dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")
@@ -119,12 +115,15 @@ class HybridKVPool:
         target = devices.resolve(device)
         storage = checks.storage_dtype(dtype, devices.facts(target))
         groups = plan_groups(checks.pool_layers(layers), swa_ratio is not None, storage, page_size)
-        size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size)
-        return cls(layers, size=size, swa_size=swa_size, page_size=page_size, dtype=storage, device=target, **options)
+        fixed = 8 * len(FAULT_KINDS) + sum(16 * fmt.num_kv_heads * len(ids) for (_, fmt), ids in groups.items())
+        per_row = 0 if devices.shares_host_memory(target) else 8  # the mapping's copy on the device
 
-    @property
-    def has_swa(self) -> bool:
-        return self.swa_size is not None
+        def slot_bytes(size: int, swa_size: int | None) -> int:
+            host = HybridSlotAllocator.host_bytes(size, swa_size, page_size)
+            return host + per_row * (size + page_size + 1) + fixed
+
+        size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, slot_bytes)
+        return cls(layers, size=size, swa_size=swa_size, page_size=page_size, dtype=storage, device=target, **options)
 
     @property
     def kv_bytes(self) -> int:
@@ -151,8 +150,7 @@ class HybridKVPool:
         check_slots("loc", loc)
         if index_dtype not in INDEX_DTYPES:
             raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
-        if loc.device != self.device:
-            loc = devices.upload(loc, self.device)
+        loc = self._to_device(loc)
         copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
         if copy is None and not self.has_swa:
             if self._checking():
@@ -188,28 +186,27 @@ class HybridKVPool:
         Raises `MissingSwaLoc`, and in checked mode `SlotFault` and `StaleWriteLoc`.
         """
         layer = self._layers.get(layer_id)
-        if layer is None:
+        if layer is None or type(layer_id) is not int:
             raise self._no_storage(layer_id)
-        loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
-        if loc is None:
-            raise MissingSwaLoc(f"write_loc: layer {layer_id} has a sliding window and needs swa_loc, got None")
-        n = loc.shape[0]
-        if (
-            k.shape != (n, *layer.k_tail)
-            or v.shape != (n, *layer.v_tail)
-            or (dtype := k.dtype) not in layer.sources
-            or v.dtype is not dtype
-            or k.device != (device := self.device)
-            or v.device != device
-            or loc.device != device
-            or not (k.is_contiguous() or k.stride(2) == 1)
-            or not (v.is_contiguous() or v.stride(2) == 1)
-        ):
-            error = checks.rows_error(
-                ("k", "v", "write_loc"), k, v, loc, layer.k_tail, layer.v_tail, layer.sources, self.device
+        try:
+            loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
+            good = (
+                loc is not None
+                and k.shape == ((n := loc.shape[0]), *layer.k_tail)
+                and v.shape == (n, *layer.v_tail)
+                and (dtype := k.dtype) in layer.sources
+                and v.dtype is dtype
+                and k.device == (device := self.device)
+                and v.device == device
+                and loc.device == device
+                and (k.is_contiguous() or k.stride(2) == 1)
+                and (v.is_contiguous() or v.stride(2) == 1)
             )
-            assert error is not None
-            raise error
+        except AttributeError:
+            good = False
+        if not good or loc is None:
+            loc = checks.side_slots("write_loc", layer_id, layer, write_loc)
+            checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
         if self._checking():
             self._check_store(layer, write_loc, loc)
         layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
@@ -240,32 +237,21 @@ class HybridKVPool:
         quantised. Negative slots leave their row as it is.
         """
         layer = self._read(layer_id)
-        loc = locations.swa_loc if layer.on_swa else locations.loc
-        if loc is None:
-            raise MissingSwaLoc(f"locations: layer {layer_id} has a sliding window and needs swa_loc, got None")
-        n = loc.shape[0]
+        loc = checks.side_slots("locations", layer_id, layer, locations)
+        if dtype is not None and dtype not in layer.sources:
+            raise TypeError(f"dtype: expected one of {sorted(map(str, layer.sources))}, got {dtype}")
         if k_out is None:
-            k_out = torch.zeros((n, *layer.k_tail), dtype=dtype or self.dtype, device=self.device)
+            k_out = torch.zeros((loc.shape[0], *layer.k_tail), dtype=dtype or self.dtype, device=self.device)
         if v_out is None:
-            v_out = torch.zeros((n, *layer.v_tail), dtype=k_out.dtype, device=self.device)
-        expected = layer.sources if dtype is None else {dtype}
-        error = checks.rows_error(
-            ("k_out", "v_out", "locations"), k_out, v_out, loc, layer.k_tail, layer.v_tail, expected, self.device
-        )
-        if error is not None:
-            raise error
+            v_out = torch.zeros(
+                (loc.shape[0], *layer.v_tail), dtype=getattr(k_out, "dtype", self.dtype), device=self.device
+            )
+        dtypes = layer.sources if dtype is None else {dtype}
+        checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
         if self._checking():
             checks.check_range("locations", loc, layer.k_cache.shape[0])
         layer.gather(
-            layer.k_cache,
-            layer.v_cache,
-            loc,
-            k_out,
-            v_out,
-            layer.k_scale,
-            layer.v_scale,
-            self._faults,
-            layer.fmt,
+            *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale, self._faults, layer.fmt)
         )
         return k_out, v_out
 
@@ -277,7 +263,7 @@ class HybridKVPool:
         and its float32 reciprocal are finite and positive.
         """
         layer = self._layers.get(layer_id)
-        if layer is None:
+        if layer is None or type(layer_id) is not int:
             raise self._no_storage(layer_id)
         k, v = (
             checks.scales(name, scale, layer.k_tail[0]) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
@@ -294,9 +280,11 @@ class HybridKVPool:
 
     def move_kv_cache(self, tgt: Tensor, src: Tensor) -> None:
         """Copy full slots `src [N]` to `tgt [N]` and their SWA peers, in every layer, as if all reads came first."""
+        check_slots("tgt", tgt)
+        check_slots("src", src)
+        if tgt.shape != src.shape:
+            raise ValueError(f"src: expected {tgt.shape[0]} slots as in tgt, got {src.shape[0]}")
         to, source = self.plan_write(tgt), self.plan_write(src)
-        if len(to) != len(source):
-            raise ValueError(f"src: expected {len(to)} slots as in tgt, got {len(source)}")
         if self._checking():
             checks.check_distinct("tgt", to.loc, self.page_size)
         for group in self.groups:
@@ -313,18 +301,23 @@ class HybridKVPool:
         live = self.allocator.is_live(slots)
         return transfer.copy_to_host(self.groups, self.plan_write(slots), live, self._faults)
 
-    def load_from_host(self, copy: HostCopy) -> Tensor:
+    def load_from_host(self, copy: HostCopy, slots: Tensor | None = None) -> Tensor:
         """Allocate slots for a host copy and fill them; tokens whose SWA side was gone stay without one.
 
-        Returns the new full slots. Raises `OutOfSlots`, or `ValueError` for a copy of a pool with other formats.
+        Returns the full slots. With `slots`, as of a pool that shares them and was loaded first, those are filled and
+        nothing is allocated. Raises `OutOfSlots`, `SlotOwnership`, or `ValueError` for a copy of other formats.
         """
-        transfer.check_formats(self.groups, copy)
-        slots = self.allocator.alloc(len(copy.live), swa_tail=0)
-        try:
-            self.allocator.restore_swa(slots[torch.from_numpy(copy.live)])
-        except OutOfSlots:
-            self.allocator.free(slots)
-            raise
+        transfer.check_copy(self.groups, copy, slots)
+        if slots is None:
+            transfer.check_pages(copy, self.page_size)
+            slots = self.allocator.alloc(len(copy.live), swa_tail=0)
+            try:
+                self.allocator.restore_swa(slots[torch.from_numpy(copy.live)])
+            except OutOfSlots:
+                self.allocator.free(slots)
+                raise
+        else:
+            self.allocator.require_owned(slots)
         transfer.load_from_host(self.groups, copy, self.plan_write(slots), self._faults)
         return slots
 
@@ -365,18 +358,22 @@ class HybridKVPool:
     ) -> None:
         if self._checking():
             checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
-        if loc.device != self.device:
-            loc = devices.upload(loc, self.device)
-        self._translate_loc(self.full_to_swa, loc, swa_out, loc_out, swa_twin, loc_twin, self._faults)
+        self._translate_loc(self.full_to_swa, self._to_device(loc), swa_out, loc_out, swa_twin, loc_twin, self._faults)
+
+    def _to_device(self, slots: Tensor) -> Tensor:
+        if slots.device == self.device:
+            return slots
+        if not devices.shares_host_memory(slots.device):
+            raise ValueError(f"loc: expected a tensor on the host or on {self.device}, got {slots.device}")
+        return devices.upload(slots, self.device)
 
     def _read(self, layer_id: int) -> Layer:
-        layer = self._readable.get(layer_id)
-        if layer is None:
+        if type(layer_id) is not int or layer_id not in self._readable:
             raise ValueError(f"layer_id: expected 0 to {len(self.layers) - 1}, got {layer_id!r}")
-        return layer
+        return self._readable[layer_id]
 
     def _no_storage(self, layer_id: int) -> ValueError:
-        if layer_id in self._readable:
+        if type(layer_id) is int and layer_id in self._readable:
             producer = self.layers[layer_id].alias_of
             return ValueError(
                 f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"

@@ -101,10 +101,22 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
             group.store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.fmt)
 
 
-def check_formats(groups: Sequence[LayerGroup], copy: HostCopy) -> None:
-    """Raise `ValueError` unless `copy` came from layer groups whose bytes mean the same."""
+def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor | None) -> None:
+    """Raise unless `copy` came from layer groups whose bytes mean the same, and has a token for each of `slots`."""
+    if not isinstance(copy, HostCopy):
+        raise TypeError(f"copy: expected a HostCopy, got {type(copy).__name__}")
     if copy.tags != _tags(groups):
         raise ValueError(f"copy: expected layer groups {_tags(groups)}, got {copy.tags}")
+    if slots is not None and len(slots) != len(copy.live):
+        raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
+
+
+def check_pages(copy: HostCopy, page_size: int) -> None:
+    """Raise `ValueError` if a page of the copy would be live in part: a page has an SWA peer whole or not at all."""
+    whole = copy.live[::page_size].repeat(page_size)[: len(copy.live)]
+    if (copy.live != whole).any():
+        at = int((copy.live != whole).argmax())
+        raise ValueError(f"copy: expected pages of {page_size} tokens live in whole or not, got a change at token {at}")
 
 
 def _tags(groups: Sequence[LayerGroup]) -> tuple[tuple[str, str, int], ...]:

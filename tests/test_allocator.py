@@ -74,6 +74,8 @@ def test_bad_window(window: Any, error: type[Exception]) -> None:
 def test_a_swa_side_that_could_never_serve_a_request_is_refused_with_the_size_it_needs() -> None:
     with pytest.raises(ValueError, match=r"384.*409.*256"):
         HybridSlotAllocator(4096, 409, 256, window=128)
+    with pytest.raises(ValueError, match=r"384.*got 100, which is 0"):
+        HybridSlotAllocator(4096, 100, 256, window=128)
     assert HybridSlotAllocator(4096, 819, 256, window=128).swa_size == 768
     assert HybridSlotAllocator(8, 8, 1, window=1024).swa_size == 8  # no sequence is longer than the pool
     with pytest.raises(ValueError, match="at least 8"):
@@ -239,7 +241,7 @@ def test_out_of_slots_names_the_short_side_and_changes_nothing() -> None:
         (a, a.alloc, (2**70,), "full", -(-(2**70) // 4) * 4, 20),
         (a, a.alloc, (5,), "swa", 8, 4),
         (a, a.alloc_extend, ([10, 0], [12, 5], [slots[-1], -1]), "swa", 8, 4),
-        (a, a.alloc_extend, ([0, 0], [2**62, 2**62], [-1, -1]), "full", 2**63, 20),
+        (b, b.alloc_extend, ([0] * 4, [2**62] * 4, [-1] * 4), "full", 2**64, 1),
         (a, a.alloc_extend, ([0] * 5, [2**61 + 1] * 5, [-1] * 5, 0), "full", 5 * (2**61 + 4), 20),
         (b, b.alloc, (1,), "swa", 1, 0),
         (b, b.alloc_decode, ([3], [2]), "swa", 1, 0),
@@ -354,6 +356,18 @@ def test_the_same_for_one_slot_at_page_size_one() -> None:
     refused(a, SlotOwnership, "its page is free: freed already", a.free, slot)
     refused(a, TypeError, "expected integers", a.free, torch.tensor([1.0]))
     refused(a, ValueError, "expected 1 dimensions", a.free, torch.tensor(1))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_past_a_last_page_that_is_handed_out(page_size: int) -> None:
+    a = HybridSlotAllocator(8, 8, page_size)
+    a.alloc(8)
+    rows, past = 8 + page_size, list(range(8 + page_size, 8 + 2 * page_size))
+    for call in (a.free, a.free_swa, a.rewind, a.restore_swa, a.require_owned):
+        refused(a, SlotOwnership, f"got {rows}: out of range", call, past)
+    refused(a, SlotOwnership, "out of range", a.free_segments, [rows], [page_size])
+    refused(a, SlotOwnership, r"last_loc\[0\]", a.alloc_decode, [page_size + 1], past[-1:])
+    assert not a.is_live(past).any() and a.reusable_prefix(past) == 0
 
 
 def test_part_of_a_page_is_refused() -> None:
@@ -596,8 +610,13 @@ def test_each_call_that_edits_the_map_patches_once() -> None:
     edits(0, a.rewind, [9, 10, 11])
     edits(1, a.rewind, [4, 5, 6, 7, 8, 24, 25, 26, 27])
     edits(1, a.clear)
-    one = edits(1, a.alloc, 1)
-    edits(1, a.free, one)
+
+
+def test_one_slot_of_a_page_of_one_patches_too() -> None:
+    calls: list[list[list[int]]] = []
+    a = HybridSlotAllocator(8, 8, on_patch=lambda s, v: calls.append([s.tolist(), v.tolist()]))
+    a.free(a.alloc(1))
+    assert calls == [[[1], [1]], [[1], [0]]]
 
 
 def test_the_mapping_is_shared_and_never_replaced() -> None:

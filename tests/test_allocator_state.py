@@ -281,15 +281,15 @@ class Model(RuleBasedStateMachine):
             assert len(set(new)) == len(new) and set(new) <= free
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), before=st.integers(0, 8))
-    def evict(self, data: st.DataObject, before: int) -> None:
+    @rule(data=st.data(), before=st.integers(0, 3), first=st.booleans())
+    def evict(self, data: st.DataObject, before: int, first: bool) -> None:
         page, width = self.page_size, max(map(len, self.sequences))
         table = np.zeros((len(self.sequences), width), np.int32)
         for i, s in enumerate(self.sequences):
             table[i, : len(s)] = s
-        rows = data.draw(st.lists(st.integers(0, len(self.sequences) - 1), max_size=4))
+        rows = data.draw(st.lists(st.integers(0, len(self.sequences) - 1), min_size=1, max_size=4))
         query = [max(0, len(self.sequences[r]) - before) for r in rows]
-        cursor = [data.draw(st.integers(0, len(self.sequences[r]) // page)) * page for r in rows]
+        cursor = [0 if first else self.tokens(data, len(self.sequences[r]) // page) for r in rows]
         got = self.a.evict_swa(torch.from_numpy(table), rows, cursor, query)
         for r, c, q, new in zip(rows, cursor, query, got.tolist(), strict=True):
             gone = [
@@ -297,7 +297,7 @@ class Model(RuleBasedStateMachine):
             ]  # unseen from q on
             frontier = len(gone) // page * page
             assert new == max(c, frontier)
-            self.drop_peers({self.sequences[r][p] // page for p in range(c, new)})
+            self.drop_peers({self.sequences[r][p] // page for p in range(c // page * page, frontier)})
 
     @rule()
     def clear(self) -> None:
@@ -390,8 +390,8 @@ def test_allocator_agrees_with_the_model(page_size: int, has_swa: bool) -> None:
         run_state_machine_as_test(
             kind,
             settings=settings(
-                max_examples=25,
-                stateful_step_count=60,
+                max_examples=20,
+                stateful_step_count=50,
                 deadline=None,
                 derandomize=True,
                 database=None,

@@ -1,4 +1,5 @@
-"""PortaKVCache against the cache that transformers makes itself: same logits, same tokens, slots given back."""
+"""PortaKVCache against the cache that transformers makes itself: same logits, same tokens, slots given
+back."""
 
 from __future__ import annotations
 
@@ -11,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -47,7 +46,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-"""Values for every config that knows the name: sliding layers on, at a window that 24 tokens pass three times."""
+"""Values for every config that knows the name: sliding layers on, at a window that 24 tokens pass three
+times."""
 
 PER_LAYER_INPUTS = {
     "num_hidden_layers": 6,
@@ -56,6 +56,7 @@ PER_LAYER_INPUTS = {
     "vocab_size_per_layer_input": 128,
     "hidden_size_per_layer_input": 16,
 }
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 ROPE = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in LAYER_TYPES}
 
 ONLY_FOR: dict[str, dict[str, Any]] = {
@@ -69,6 +70,11 @@ ONLY_FOR: dict[str, dict[str, Any]] = {
     "gemma4": PER_LAYER_INPUTS | {"global_head_dim": 32},
     "gemma4_unified": {"global_head_dim": 32},
     "modernbert_decoder": {"local_attention": 2 * WINDOW},
+    "phi4_multimodal": {
+        "vision_config": TOWER | {"num_hidden_layers": 2, "crop_size": 28, "image_size": 28},
+        "audio_config": TOWER
+        | {"num_blocks": 1, "nemo_conv_channels": 8, "ext_pw_out_channel": 32, "input_size": 16},
+    },
     "moshi": {"audio_vocab_size": 64, "ffn_dim": 128, "num_codebooks": 2},
 }
 """What a family needs beyond SMALL to be small and to have sliding layers."""
@@ -80,29 +86,31 @@ CANNOT = {
     "inkling2": "short convolutions keep a state of their own beside K and V",
     "inkling2_loop": "short convolutions keep a state of their own beside K and V",
     "minimax": "linear attention, and it insists on a cache class of its own",
-    "phi4_multimodal": "vision and audio towers that no config makes small",
     "recurrent_gemma": "linear recurrence beside the attention, kept outside the cache",
     "zaya": "convolutional and delayed value states beside K and V",
 }
-"""Families that can have sliding layers and do not run through the pool; one that starts to is a failure here."""
+"""Families that can have sliding layers and do not run through the pool; one that starts to is a failure
+here."""
 
 MUST_RUN = {
-    "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "mistral", "ministral", "phi3", "qwen2", "qwen3", "cohere2",
-    "exaone4", "olmo3", "smollm3", "starcoder2", "mimo_v2_flash",
+    "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "mistral", "ministral", "phi3", "qwen2", "qwen3",
+    "cohere2", "exaone4", "olmo3", "smollm3", "starcoder2", "mimo_v2_flash",
 }  # fmt: skip
 
 MAX_PARAMETERS = 6_000_000
 
 
 def _families() -> dict[str, str]:
-    """Modelling module -> model type, of every causal LM whose module builds sliding-window masks or is told a window."""
+    """Modelling module -> model type, of every causal LM whose module builds sliding-window masks."""
     found: dict[str, str] = {}
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         module = sys.modules[getattr(transformers, name).__module__]
         family = module.__name__.split(".")[-2]
+        # Moshi has a window, but makes its masks without the shared function.
         if hasattr(module, "create_sliding_window_causal_mask") or family == "moshi":
-            # A family's text model comes after, or in place of, the multimodal one that wraps it.
-            found[family] = model_type
+            found[family] = (
+                model_type  # of a multimodal model and its text model the latter, which comes last
+            )
     return found
 
 
@@ -110,7 +118,8 @@ FAMILIES = _families()
 
 
 def build(family: str, **options: Any) -> Any:
-    """A seeded model of `family` in eval mode, its weights large enough that attention is far from uniform."""
+    """A seeded model of `family` in eval mode, its weights large enough that attention is far from
+    uniform."""
     model_type = FAMILIES[family]
     config_class = transformers.CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
@@ -155,7 +164,12 @@ def prompts(lengths: tuple[int, ...] = (14, 9)) -> dict[str, torch.Tensor]:
 
 def generate(model: Any, cache: Cache | None = None, **options: Any) -> Any:
     torch.manual_seed(2)
-    defaults = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    defaults = {
+        "max_new_tokens": 14,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     inputs = {} if "input_ids" in options else prompts()
     return model.generate(**inputs, **(defaults | options), **({} if cache is None else {"cache": cache}))
 
@@ -163,15 +177,18 @@ def generate(model: Any, cache: Cache | None = None, **options: Any) -> Any:
 def compare(ours: Any, theirs: Any) -> None:
     """Same tokens, and the same logits to 1e-5, at every step."""
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.logits) == len(theirs.logits)
-    for step, (mine, other) in enumerate(zip(ours.logits, theirs.logits)):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5, msg=lambda m, s=step: f"logits of step {s}: {m}")
+    for step, (mine, other) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        torch.testing.assert_close(
+            mine, other, rtol=0, atol=1e-5, msg=lambda m, s=step: f"logits of step {s}: {m}"
+        )
 
 
 class ForgetsOldestKey(PortaKVCache):
     """Wrong on purpose: in each decode step a full window's oldest key reads as zeros."""
 
-    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, *args, **kwargs)
         if key_states.shape[2] == 1 and keys.shape[2] == WINDOW:
             keys[:, :, 0] = 0
@@ -182,7 +199,7 @@ class ForgetsOldestKey(PortaKVCache):
 
 
 def test_the_families_that_must_run_are_all_there() -> None:
-    assert MUST_RUN <= FAMILIES.keys() - CANNOT.keys()
+    assert not MUST_RUN - (FAMILIES.keys() - CANNOT.keys())
     assert CANNOT.keys() <= FAMILIES.keys()
     assert ONLY_FOR.keys() <= FAMILIES.keys()
 
@@ -195,7 +212,8 @@ def test_family_matches_its_own_cache(family: str) -> None:
     assert any(spec.window == WINDOW for spec in cache.pool.layers)
     ours = generate(model, cache)
     compare(ours, theirs)
-    assert cache.get_seq_length() == ours.sequences.shape[1] - 1 >= 3 * WINDOW
+    assert cache.get_seq_length() == ours.sequences.shape[1] - 1
+    assert cache.get_seq_length() >= 3 * WINDOW
     assert not any(cache.pool.faults().values())
     with pytest.raises(AssertionError):
         compare(generate(model, ForgetsOldestKey.for_model(model, 2, 32, page_size=4)), theirs)
@@ -203,10 +221,9 @@ def test_family_matches_its_own_cache(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(CANNOT))
 def test_listed_family_still_cannot(family: str) -> None:
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Exception):  # noqa: B017 (each has its own, and any will do)
         model = build(family)
         compare(generate(model, PortaKVCache.for_model(model, 2, 32)), generate(model))
-    assert not isinstance(caught.value, KeyboardInterrupt)
 
 
 # Ways to generate
@@ -216,7 +233,10 @@ def test_listed_family_still_cannot(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "mimo_v2_flash"])
 def test_page_sizes(family: str, page_size: int) -> None:
     model = build(family)
-    compare(generate(model, PortaKVCache.for_model(model, 2, 32, page_size=page_size, check=True)), generate(model))
+    compare(
+        generate(model, PortaKVCache.for_model(model, 2, 32, page_size=page_size, check=True)),
+        generate(model),
+    )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -251,7 +271,8 @@ def test_assisted_decoding_crops(gemma3: Any, page_size: int, monkeypatch: pytes
     options = {**prompts((14,)), "assistant_model": assistant, "max_new_tokens": 24}
     cache = PortaKVCache.for_model(gemma3, 1, 80, page_size=page_size)
     compare(generate(gemma3, cache, **options), generate(gemma3, **options))
-    assert min(crops) < 0 < 24 - len(crops)  # drafts were rejected, and accepted
+    assert min(crops) < 0  # drafts were rejected,
+    assert len(crops) < 24  # and accepted
     cache.pool.allocator.check_integrity()
 
 
@@ -289,9 +310,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
     cache = PortaKVCache.for_model(model, 2, 32)
     assert cache.pool.dtype == dtype
     ours, theirs = generate(model, cache), generate(model)
-    # Same bytes in, but attention may add them up in another order: the difference is of the dtype's own size.
-    for mine, other in zip(ours.logits[:1], theirs.logits[:1]):
-        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+    # Same bytes in, but attention may add them up in another order: the difference is of the dtype's own
+    # size.
+    torch.testing.assert_close(ours.logits[0], theirs.logits[0], rtol=2e-2, atol=2e-2)
     assert all(step.isfinite().all() for step in ours.logits)
 
 
@@ -311,7 +332,9 @@ def test_windows_on_the_full_side(gemma3: Any) -> None:
 # Slots
 
 
-def step(cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def step(
+    cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One forward through every layer of a cache of `SPECS`, with random K and V."""
     random = torch.Generator().manual_seed(seed)
     out = []
@@ -324,11 +347,18 @@ def step(cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0) -> list[t
     return out
 
 
-SPECS = [LayerSpec(WINDOW, 2, 16, 8), LayerSpec(None, 2, 16), LayerSpec(5, 1, 8, 16), LayerSpec(WINDOW, 2, 16, 8)]
+SPECS = [
+    LayerSpec(WINDOW, 2, 16, 8),
+    LayerSpec(None, 2, 16),
+    LayerSpec(5, 1, 8, 16),
+    LayerSpec(WINDOW, 2, 16, 8),
+]
 
 
 def make_pool(page_size: int = 4, size: int = 256, swa_size: int = 256, **options: Any) -> HybridKVPool:
-    return HybridKVPool(SPECS, size=size, swa_size=swa_size, page_size=page_size, dtype=torch.float32, **options)
+    return HybridKVPool(
+        SPECS, size=size, swa_size=swa_size, page_size=page_size, dtype=torch.float32, **options
+    )
 
 
 def own_cache() -> Cache:
@@ -348,7 +378,9 @@ def state(pool: HybridKVPool) -> tuple[Any, ...]:
 
 
 def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -377,7 +409,9 @@ def test_one_translation_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     step(cache, 12)
     calls: list[int] = []
     plan_write = HybridKVPool.plan_write
-    monkeypatch.setattr(HybridKVPool, "plan_write", lambda self, loc: (calls.append(len(loc)), plan_write(self, loc))[1])
+    monkeypatch.setattr(
+        HybridKVPool, "plan_write", lambda self, loc: (calls.append(len(loc)), plan_write(self, loc))[1]
+    )
     step(cache, 1)
     # What the forward writes, then what each of the two windows reads; never once per layer.
     assert calls[0] == 2 and sorted(calls[1:]) == [2 * 5, 2 * WINDOW]
@@ -415,7 +449,8 @@ def test_cache_dropped_inside_an_allocator_call_waits_for_the_next_forward() -> 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations_against_transformers_layers(page_size: int, seed: int) -> None:
-    """Forwards, crops and every change of the batch, in any order, give the bits of transformers' own layers."""
+    """Forwards, crops and every change of the batch, in any order, give the bits of transformers' own
+    layers."""
     random = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -431,7 +466,9 @@ def test_random_operations_against_transformers_layers(page_size: int, seed: int
             last = (1, 1, 2, 7)[pick(0, 4)]
             sizes = [[c.get_mask_sizes(last, layer) for layer in range(len(SPECS))] for c in (ours, theirs)]
             assert sizes[0] == sizes[1]
-            for mine, other in zip(step(ours, last, batch, turn), step(theirs, last, batch, turn), strict=True):
+            for mine, other in zip(
+                step(ours, last, batch, turn), step(theirs, last, batch, turn), strict=True
+            ):
                 assert all(map(torch.equal, mine, other))
         elif kind == 5 and last > 1:
             removed = pick(1, last)
@@ -456,6 +493,23 @@ def test_random_operations_against_transformers_layers(page_size: int, seed: int
     del ours
     assert pool.allocator.available("full") == pool.size
     assert pool.allocator.available("swa") == pool.swa_size
+
+
+def test_copies_hold_no_more_than_their_source() -> None:
+    pool = make_pool()
+
+    def held() -> tuple[int, int]:
+        return pool.size - pool.allocator.available("full"), pool.swa_size - pool.allocator.available("swa")
+
+    cache = PortaKVCache(pool)
+    for num_tokens in (20, 1, 1):
+        step(cache, num_tokens)
+    full, swa = held()
+    assert swa < full
+    twin = copy.deepcopy(cache)
+    assert held() == (2 * full, 2 * swa)
+    twin.batch_repeat_interleave(2)
+    assert held() == (3 * full, 3 * swa)
 
 
 def test_copy_is_independent() -> None:
@@ -491,16 +545,28 @@ def test_out_of_slots_changes_nothing_and_can_be_retried() -> None:
     refused(pool, OutOfSlots, "full side", lambda: step(cache, 9))
     pool.allocator.free(other)
     assert step(cache, 9)[1][0].shape == (2, 2, 29, 16)
+    pool = make_pool(page_size=1, size=256, swa_size=2 * (WINDOW + 5))
+    cache = PortaKVCache(pool)
+    step(cache, WINDOW + 3)
+    refused(pool, OutOfSlots, "swa side: need 14 slots, 12 free", lambda: step(cache, 7))
+    step(cache, 6)
 
 
 def test_forward_of_another_batch_or_shape_is_refused() -> None:
     pool = make_pool()
     cache = PortaKVCache(pool)
-    step(cache, 3)
-    refused(pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3))
+    step(cache, 4)  # a whole page: the next token would take another
+    refused(
+        pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3)
+    )
     wrong = torch.zeros(2, 3, 1, 16)
     refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
-    refused(pool, ValueError, "layer_idx: expected one of the pool's 4 layers, got 4", lambda: cache.update(wrong, wrong, 4))
+    refused(
+        pool,
+        ValueError,
+        "layer_idx: expected one of the pool's 4 layers, got 4",
+        lambda: cache.update(wrong, wrong, 4),
+    )
     step(cache, 1)
 
 
@@ -510,10 +576,12 @@ def test_forward_that_stopped_half_way_is_named_and_can_be_cropped() -> None:
     step(cache, 6), step(other, 6)
     k, v = torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)
     cache.update(k, v, 0)
-    refused(pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1))
+    refused(
+        pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1)
+    )
     refused(pool, PortaKVError, r"layers \[1, 2, 3\] did not write", lambda: cache.update(k, v, 0))
     refused(pool, PortaKVError, "did not write", lambda: cache.reorder_cache(torch.tensor([1, 0])))
-    refused(pool, ValueError, "at least the 1 tokens", lambda: cache.crop(0))
+    refused(pool, ValueError, "at least the 1 that some layer lacks", lambda: cache.crop(0))
     cache.crop(-1)
     for mine, theirs in zip(step(cache, 1, seed=3), step(other, 1, seed=3), strict=True):
         assert all(map(torch.equal, mine, theirs))
@@ -526,7 +594,7 @@ def test_crop_stays_within_the_window() -> None:
     step(cache, 4)
     refused(pool, ValueError, "tokens_to_remove: expected -24 to 0, got 3", lambda: cache.crop(3))
     refused(pool, ValueError, "tokens_to_remove: expected -24 to 0, got -25", lambda: cache.crop(-25))
-    refused(pool, ValueError, "SWA slots are given back", lambda: cache.crop(-5))
+    refused(pool, ValueError, "SWA slots below position 13 are given back", lambda: cache.crop(-5))
     cache.crop(-4)
     assert cache.get_seq_length() == 20
     short = PortaKVCache(pool)
@@ -539,7 +607,12 @@ def test_rows_that_are_not_there_are_refused() -> None:
     pool = make_pool()
     cache = PortaKVCache(pool)
     step(cache, 3)
-    refused(pool, ValueError, "indices: expected rows of 0 to 1", lambda: cache.batch_select_indices(torch.tensor([0, 2])))
+    refused(
+        pool,
+        ValueError,
+        "indices: expected rows of 0 to 1",
+        lambda: cache.batch_select_indices(torch.tensor([0, 2])),
+    )
     refused(pool, ValueError, "repeats", lambda: cache.batch_repeat_interleave(0))
     full = make_pool(size=24, swa_size=24)
     cache = PortaKVCache(full)
@@ -553,6 +626,8 @@ def test_constructor_arguments() -> None:
         PortaKVCache("pool")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size"):
         PortaKVCache.for_model(None, 0, 10)
+    with pytest.raises(PortaKVError, match="copy the cache"):
+        copy.deepcopy(PortaKVCache(make_pool()).layers[0])
 
 
 def test_gradients_stop_at_the_cache() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,23 +22,23 @@ Tensor = torch.Tensor
 
 
 class PortaKVCache(Cache):
-    """A batch of sequences in `pool`: `model.generate(..., cache=PortaKVCache(pool))`, or `model(..., cache=...)`.
+    """A batch of sequences whose KV is in `pool`: `model.generate(..., cache=PortaKVCache(pool))`.
 
-    Layer i of the model is layer i of the pool. Geometry, and so every mask, is that of transformers' DynamicCache: a
-    full layer returns all keys, a sliding-window layer the last `min(seen, window - 1)` and the new ones. All rows of
-    the batch have one length: left padding owns slots. Each forward takes its slots, and translates them, once for all
-    layers; before that it gives back the SWA slots that no query can see any more. So between forwards a sequence
-    holds, on the SWA side, its window, the rest of a page, and the tokens of the last forward, which `crop` may
-    take back.
+    Layer i of the model is layer i of the pool. Geometry, and so every mask, is that of transformers'
+    DynamicCache: a full layer returns all keys, a sliding-window layer the last `min(seen, window - 1)` and
+    the new ones. All rows of the batch have one length: left padding owns slots. Each forward takes its
+    slots, and translates them, once for all layers; before that it gives back the SWA slots that no query can
+    see any more. So between forwards a sequence holds, on the SWA side, its window, the rest of a page, and
+    the tokens of the last forward, which `crop` may take back.
 
-    The slots return to the pool with `reset()` and when the cache is dropped; `copy.deepcopy` makes a second cache on
-    the same pool. For inference: no gradient flows through it. Not thread-safe, as the pool's allocator.
+    The slots return to the pool with `reset()` and when the cache is dropped; `copy.deepcopy` makes a second
+    cache on the same pool. Do not `clear()` the allocator under a live cache. For inference: no gradient
+    flows through it. Not thread-safe, as the pool's allocator.
 
-    Raises, and leaves the pool as it was: `OutOfSlots`; `ValueError` for another batch size or a layer that the pool
-    does not have; `PortaKVError` where the last forward did not write every layer (`crop` its tokens, or `reset`).
+    Raises, and leaves the pool as it was: `OutOfSlots`; `ValueError` for another batch size or a layer that
+    the pool does not have; `PortaKVError` where the last forward did not write every layer (`crop` its
+    tokens, or `reset`).
     """
-
-    layers: list[_PoolLayer | DummyLayer]
 
     def __init__(self, pool: HybridKVPool) -> None:
         if not isinstance(pool, HybridKVPool):
@@ -47,11 +47,13 @@ class PortaKVCache(Cache):
         self._batch = _Batch(pool)
         super().__init__(
             layers=[
-                DummyLayer() if spec.alias_of is not None else _PoolLayer(self._batch, i)
+                DummyLayer()  # type: ignore[no-untyped-call]
+                if spec.alias_of is not None
+                else _PoolLayer(self._batch, i)
                 for i, spec in enumerate(pool.layers)
             ]
         )
-        # The layers know the batch, not the cache: without a cycle the slots return as soon as the cache is dropped.
+        # The layers know the batch, not the cache: no cycle delays the return of a dropped cache's slots.
         weakref.finalize(self, _release_dropped, self._batch).atexit = False
 
     @classmethod
@@ -66,10 +68,11 @@ class PortaKVCache(Cache):
         dtype: torch.dtype | str | None = None,
         **options: Any,
     ) -> PortaKVCache:
-        """A cache on a new pool, just large enough for `batch_size` sequences (times beams) of `max_tokens` tokens.
+        """A cache on a new pool with room for `batch_size` sequences (times beams) of `max_tokens` tokens.
 
-        `max_tokens` counts prompt, padding and new tokens; `max_chunk` is the most tokens one forward adds, by default
-        a prompt of any length. `dtype` defaults to the model's; `options` go to HybridKVPool.
+        `max_tokens` counts prompt, padding and new tokens; `max_chunk` is the most tokens one forward adds,
+        by default `max_tokens`: prefill in chunks to keep the SWA side small. `dtype` is the model's unless
+        given; `options` go to HybridKVPool.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("page_size", page_size)):
             check_positive(name, value)
@@ -96,8 +99,10 @@ class PortaKVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store `[B, H, q, D]` and `[B, H, q, Dv]` of one layer; returns the K and V its attention reads."""
         if not 0 <= layer_idx < len(self.layers):
-            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}")
-        return self.layers[layer_idx].update(key_states, value_states)
+            raise ValueError(
+                f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}"
+            )
+        return super().update(key_states, value_states, layer_idx)
 
     def reset(self) -> None:
         """Give all slots back; the cache is as new, for any batch size."""
@@ -106,13 +111,13 @@ class PortaKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, as after a rejected draft.
 
-        Always possible for the tokens of the last forward. Raises `ValueError` for a positive number, as transformers
-        does, for more tokens than there are, and where the window behind them is evicted.
+        Always possible for the tokens of the last forward. Raises `ValueError` for a positive number, as
+        transformers does, for more tokens than there are, and where the window behind them is evicted.
         """
         self._batch.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was. Rows that stay in use change places; only duplicates are copied."""
+        """Row i becomes what row `beam_idx[i]` was: rows change places, and only duplicates are copied."""
         self._batch.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -125,7 +130,7 @@ class PortaKVCache(Cache):
         self._batch.select(indices)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: eviction waits for the next forward, so `crop` can take back what the last one added."""
+        """Nothing to do: eviction waits for the next forward, and what one added can always be cropped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PortaKVCache:
         twin = memo[id(self)] = type(self)(self.pool)
@@ -133,14 +138,14 @@ class PortaKVCache(Cache):
         return twin
 
 
-class _PoolLayer(CacheLayerMixin):
+class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's view of the batch: how many of its tokens this layer has written."""
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, batch: _Batch, layer_id: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window = batch.pool.layers[layer_id].window
         self.is_sliding = self.window is not None
         self.layer_id = layer_id
@@ -166,6 +171,9 @@ class _PoolLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.window is None else self.window
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PoolLayer:
+        raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache")
+
 
 class _Batch:
     """The slots of a batch of sequences of one length, and the plan of the forward in flight."""
@@ -180,7 +188,8 @@ class _Batch:
         self._forget()
 
     def _forget(self) -> None:
-        self.slots = torch.empty((0, 0), dtype=torch.int64)  # [B, capacity] full slots by row and position, on the host
+        # [B, capacity] full slots by row and position, on the host.
+        self.slots = torch.empty((0, 0), dtype=torch.int64)
         self.length = 0
         self.evicted = 0  # positions below have no SWA peer any more, in any row
         self._set_layers(0)
@@ -195,10 +204,8 @@ class _Batch:
         if starts:
             self._begin(batch, num_tokens)
         elif batch != self.size or past + num_tokens != self.length:
-            raise ValueError(
-                f"key_states: expected {self.length - past} tokens of {self.size} rows, as the first layer of this "
-                f"forward had, got {num_tokens} of {batch}"
-            )
+            expected = f"{self.length - past} tokens of {self.size} rows, as this forward's first layer had"
+            raise ValueError(f"key_states: expected {expected}, got {num_tokens} of {batch}")
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
         pool, write = self.pool, self.write
@@ -225,33 +232,31 @@ class _Batch:
         length = self.length + tokens_to_remove
         if not 0 <= length <= self.length:
             raise ValueError(f"tokens_to_remove: expected {-self.length} to 0, got {tokens_to_remove}")
-        if lagging := [layer.layer_id for layer in self.layers if layer.length < length]:
-            raise ValueError(
-                f"tokens_to_remove: expected at least the {self.length - self.layers[lagging[0]].length} tokens that "
-                f"layers {lagging} did not write, got {-tokens_to_remove}"
-            )
+        least = self.length - min(layer.length for layer in self.layers)
+        if -tokens_to_remove < least:
+            got = f"got {-tokens_to_remove}"
+            raise ValueError(f"tokens_to_remove: expected at least the {least} that some layer lacks, {got}")
         if self.evicted > _first_visible(length, self.pool.window):
-            raise ValueError(
-                f"tokens_to_remove: the window before position {length} starts below {self.evicted}, where the SWA "
-                f"slots are given back, got {tokens_to_remove}"
-            )
+            gone = f"the SWA slots below position {self.evicted} are given back"
+            raise ValueError(f"tokens_to_remove: position {length} needs a whole window, but {gone}")
         self._shrink(length)
         self._set_layers(length)
 
     def select(self, source: Tensor | np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Make row i what row `source[i]` was. Of a row named n times the first keeps the slots, the others copy."""
+        """Make row i what row `source[i]` was; the first to name a row keeps its slots, the others copy."""
         if not self.length:
             return
         self._require_whole()
         try:
-            rows = np.arange(self.size)[source.cpu().numpy() if isinstance(source, Tensor) else source].tolist()
+            given = source.cpu().numpy() if isinstance(source, Tensor) else source
+            rows = np.arange(self.size)[given].tolist()
         except IndexError as error:
             raise ValueError(f"indices: expected rows of 0 to {self.size - 1}: {error}") from None
         if not rows:
             return self.release()
-        spare = sorted(set(range(self.size)) - set(rows))  # rows nobody keeps: the copies go there first
-        kept: set[int] = set()
-        copies = [i for i, row in enumerate(rows) if row in kept or kept.add(row)]  # type: ignore[func-returns-value]
+        first = {row: i for i, row in reversed(list(enumerate(rows)))}
+        copies = [i for i, row in enumerate(rows) if first[row] != i]
+        spare = sorted(set(range(self.size)) - first.keys())  # rows nobody keeps: the copies go there first
         old = self.slots[:, : self.length]
         targets = torch.cat((old[spare], self._new_rows(max(0, len(copies) - len(spare)))))
         new = old[rows]
@@ -283,7 +288,7 @@ class _Batch:
         self._require_whole()
         past, length = self.length, self.length + num_tokens
         if past and batch != self.size:
-            raise ValueError(f"key_states: expected the cache's {self.size} rows, got {batch}; reset() starts anew")
+            raise ValueError(f"key_states: expected the cache's {self.size} rows, got {batch}")
         _free_orphans(self.allocator)
         frontier = self._frontier(past)
         self._require_room(batch, length, batch * (frontier - self.evicted))
@@ -304,10 +309,12 @@ class _Batch:
         self.slots[:, past:length] = loc.view(batch, num_tokens)
         self.length, self.unwritten = length, len(self.layers)
         self.write = self.pool.plan_write(loc)
-        self.reads = {window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}}
+        self.reads = {
+            window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}
+        }
 
     def _plan_read(self, query: int, window: int | None) -> KVWriteLoc:
-        """What layers of `window` read when the first new token is at `query`; only SWA slots need a translation."""
+        """What layers of `window` read when the first new token is at `query`, translated if they need it."""
         slots = self.slots[:, _first_visible(query, window) : self.length].flatten()
         return KVWriteLoc(slots.to(self.pool.device)) if window is None else self.pool.plan_write(slots)
 
@@ -328,8 +335,8 @@ class _Batch:
 
     def _new_rows(self, num_rows: int) -> Tensor:
         """Slots `[num_rows, length]` with SWA peers at the positions where this batch has them."""
-        lengths = np.full((3, num_rows), [[0], [self.length], [-1]])
-        slots = self.allocator.alloc_extend(*lengths, swa_tail=self.length - self.evicted)
+        prefix, lengths, last = np.full((3, num_rows), [[0], [self.length], [-1]])
+        slots = self.allocator.alloc_extend(prefix, lengths, last, swa_tail=self.length - self.evicted)
         return slots.view(num_rows, self.length)
 
     def _shrink(self, length: int) -> None:
@@ -347,7 +354,7 @@ class _Batch:
     def _require_whole(self) -> None:
         if self.unwritten:
             lagging = [layer.layer_id for layer in self.layers if layer.length < self.length]
-            raise PortaKVError(f"layers {lagging} did not write the last forward's tokens: crop them, or reset the cache")
+            raise PortaKVError(f"layers {lagging} did not write the last forward: crop its tokens, or reset")
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -362,28 +369,32 @@ def _token_rows(x: Tensor) -> Tensor:
 
 def _batched(x: Tensor, batch: int) -> Tensor:
     """`[H, B * S, D]` as `[B, H, S, D]`, a view."""
-    return x.unflatten(1, (batch, -1)).transpose(0, 1)
+    return x.view(x.shape[0], batch, -1, x.shape[2]).transpose(0, 1)
 
 
-_orphans: weakref.WeakKeyDictionary[HybridSlotAllocator, list[_Batch]] = weakref.WeakKeyDictionary()
-"""Dropped batches whose slots could not be freed on the spot."""
+_orphans: weakref.WeakKeyDictionary[HybridSlotAllocator, list[Tensor]] = weakref.WeakKeyDictionary()
+"""Slots of dropped caches that could not be freed on the spot."""
 
 
 def _release_dropped(batch: _Batch) -> None:
     """Free the slots of a dropped cache.
 
-    The garbage collector drops caches at any time and in any thread: also inside a call of the allocator, which must
-    not be entered twice. Those slots are freed at the start of the next forward on the same pool.
+    The garbage collector drops caches at any time and in any thread: also inside a call of the allocator,
+    which must not be entered twice. Those slots are freed at the start of the next forward on the same pool.
     """
-    frame = sys._getframe() if threading.get_ident() == batch.thread else None
+    if threading.get_ident() == batch.thread and not _inside_allocator():
+        batch.release()
+    else:
+        _orphans.setdefault(batch.allocator, []).append(batch.slots[:, : batch.length].flatten())
+
+
+def _inside_allocator() -> bool:
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != HybridSlotAllocator.__module__:
         frame = frame.f_back
-        if frame is None:
-            return batch.release()
-    _orphans.setdefault(batch.allocator, []).append(batch)
+    return frame is not None
 
 
 def _free_orphans(allocator: HybridSlotAllocator) -> None:
-    orphans: Sequence[_Batch] = _orphans.pop(allocator, ())
-    for batch in orphans:
-        batch.release()
+    for slots in _orphans.pop(allocator, ()):
+        allocator.free(slots)

@@ -1,4 +1,4 @@
-"""Fixtures of the scenarios: a pool on each row that can run here, and a comparison of everything a pool holds.
+"""Fixtures of the scenarios: a pool on each row that can run here, and a comparison of all it holds.
 
 Tests that take `accelerator` are collected only for kinds named in PORTAKV_TEST_DEVICES.
 """
@@ -22,11 +22,13 @@ import portakv
 from portakv import device as devices
 from portakv import dispatch
 
-ACCELERATORS = [kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")]
+ACCELERATORS = [
+    kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")
+]
 
 
 def _backends() -> list[tuple[str, str]]:
-    """(device kind, row): what can serve a store on this CPU, and the whole column of each named accelerator."""
+    """(device kind, row): what can serve on this CPU, and the whole column of each named accelerator."""
     chosen = dispatch.select("store_kv", devices.facts(torch.device("cpu")))
     served = [row.name for row, why in chosen.rejected if why.endswith("comes first")]
     pairs = [("cpu", name) for name in (chosen.row.name, *served)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import LayerSpec
+from portakv import KVWriteLoc, LayerSpec
 from portakv.formats import PAD
 
 CAPTURED = 8
@@ -75,8 +75,6 @@ def test_too_many_tokens_are_refused(pool, unchanged):
 
 def test_a_padded_swa_loc_is_cut_to_the_live_batch(pool):
     """Metadata padded for the captured size over a batch that shrank."""
-    from portakv import KVWriteLoc
-
     loc = pool.allocator.alloc(2)
     graph = pool.graph_write_loc(CAPTURED)
     graph.fill(loc)

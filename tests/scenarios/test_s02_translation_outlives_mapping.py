@@ -1,4 +1,4 @@
-"""S2: no translation outlives its forward: the next plan reads the mapping as it is then, at one gather a forward."""
+"""S2: no translation outlives its forward: the next plan reads the live mapping, at one gather a forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pool(make_pool):
 
 
 def remap(pool, loc):
-    """Another SWA slot behind `loc`: evicted, its peer given away, restored. Returns the old and the new one."""
+    """Another SWA slot behind `loc`: evicted, its peer given away, restored. Returns the old one."""
     old = pool.plan_write(loc).swa_loc
     pool.allocator.free_swa(loc)
     taken = pool.allocator.alloc(len(loc))
@@ -39,7 +39,9 @@ def test_fixed_buffers_keep_their_addresses_and_write_the_new_row(pool):
     graph.fill(loc)
     old = int(remap(pool, loc))
     graph.fill(loc)
-    assert [x.data_ptr() for x in (graph.loc, graph.swa_loc, graph.int32.loc, graph.int32.swa_loc)] == addresses
+    assert [
+        x.data_ptr() for x in (graph.loc, graph.swa_loc, graph.int32.loc, graph.int32.swa_loc)
+    ] == addresses
     ones = torch.ones(4, 2, 16, device=pool.device)
     pool.set_kv_buffer(0, graph, ones, ones)
     k_cache, _ = pool.get_kv_buffer(0)
@@ -48,7 +50,7 @@ def test_fixed_buffers_keep_their_addresses_and_write_the_new_row(pool):
 
 
 def test_the_mapping_is_one_tensor_for_the_life_of_the_pool(pool):
-    """A backend may keep `full_to_swa`, a captured graph its address: nothing replaces it, a load from the host neither."""
+    """A backend may keep `full_to_swa`, a captured graph its address: nothing replaces it."""
     mapping, address = pool.full_to_swa, pool.full_to_swa.data_ptr()
     loc = pool.allocator.alloc(4)
     copy = pool.copy_to_host(loc)

@@ -85,9 +85,15 @@ def test_checked_mode_raises_before_it_writes(make_pool, page, layer, unchanged)
     x = torch.ones(2, 2, 16, device=pool.device)
     out = torch.zeros(2, 2, 16, dtype=pool.dtype, device=pool.device)
     name = ("loc", "swa_loc")[layer]
-    with unchanged(pool), pytest.raises(SlotFault, match=rf"{name}\[1\]: expected a slot below {rows}, got {rows}"):
+    with (
+        unchanged(pool),
+        pytest.raises(SlotFault, match=rf"{name}\[1\]: expected a slot below {rows}, got {rows}"),
+    ):
         pool.set_kv_buffer(layer, locations(pool, [5, rows]), x, x)
-    with unchanged(pool, out), pytest.raises(SlotFault, match=rf"\[0\]: expected a slot below {rows}, got {rows}"):
+    with (
+        unchanged(pool, out),
+        pytest.raises(SlotFault, match=rf"\[0\]: expected a slot below {rows}, got {rows}"),
+    ):
         pool.gather_kv(layer, locations(pool, [rows, 5]), out, out.clone())
 
 
@@ -98,7 +104,10 @@ def test_plans_of_foreign_slots(make_pool, page, unchanged):
     assert pool.plan_write(slots).swa_loc.tolist() == [-1] * 5
     assert pool.faults()["translate_loc"] == 3
     checked = filled(make_pool, page, check=True)
-    with unchanged(checked), pytest.raises(SlotFault, match=rf"loc\[1\]: expected a slot below {rows}, got {rows}"):
+    with (
+        unchanged(checked),
+        pytest.raises(SlotFault, match=rf"loc\[1\]: expected a slot below {rows}, got {rows}"),
+    ):
         checked.plan_write(slots)
     graph = checked.graph_write_loc(8)
     with unchanged(checked, graph), pytest.raises(SlotFault):
@@ -121,3 +130,29 @@ def test_moves_skip_foreign_slots_on_either_end(make_pool, page):
         expected[target] = old[source]
         assert torch.equal(pool.get_kv_buffer(layer)[0], expected)
     assert pool.faults()["move_kv"] == 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_slot_twice_gets_one_whole_row(make_pool, page, layer, unchanged):
+    """Unchecked, any of the rows wins, never a mixture; PAD and negative slots may repeat in either mode."""
+    tokens = 512
+    x = torch.arange(tokens, device="cpu").reshape(-1, 1, 1).expand(tokens, 2, 16).float().contiguous()
+    pool = filled(make_pool, page)
+    slots = [5, 7, 0, -1] * (tokens // 4)
+    pool.set_kv_buffer(layer, locations(pool, slots), x.to(pool.device), x.to(pool.device))
+    for cache in pool.get_kv_buffer(layer):
+        for slot, first in ((5, 0), (7, 1)):
+            row = cache[slot].float().cpu()
+            assert (row == row[0, 0]).all()
+            assert float(row[0, 0]) in x[first::4, 0, 0].to(pool.dtype).float().tolist()
+    assert not any(pool.faults().values())
+
+    checked = filled(make_pool, page, check=True)
+    swa = checked.plan_write(checked.allocator.alloc(4)) if layer else None
+    y = torch.ones(4, 2, 16, device=pool.device)
+    where = (
+        locations(checked, [5, 0, -1, 5]) if swa is None else KVWriteLoc(swa.loc, swa.swa_loc[[0, 1, 1, 2]])
+    )
+    with unchanged(checked), pytest.raises(SlotFault, match=r"expected each slot once, got slot \d+ twice"):
+        checked.set_kv_buffer(layer, where, y, y)
+    checked.set_kv_buffer(0, locations(checked, [0, 0, -1, -1]), y, y)

@@ -1,4 +1,4 @@
-"""S9: slot times row bytes past 2**31 and 2**32, in every op that reads or writes rows, by slot and by stride.
+"""S9: slot times row bytes past 2**31 and 2**32, in every op that moves rows, by slot and by stride.
 
 The caches are uninitialised: on a CPU, memory that no test touches costs none.
 """

@@ -1,4 +1,4 @@
-"""S12: both slot widths hold equal values and store the same bytes, without a cast kernel; nothing wraps around."""
+"""S12: both slot widths store the same bytes, without a cast kernel; nothing wraps around."""
 
 from __future__ import annotations
 

@@ -81,7 +81,11 @@ def test_gathers_write_strided_outputs(make_pool, rows):
         ((8, H, D), (2 * H * D, D, 1), lambda c, s: c[s]),  # doubled row stride: K beside V in one buffer
         ((8, H, D), (D, 8 * D, 1), lambda c, s: c[s]),  # head-major
         ((4, 2, H, D), (4 * H * D, H * D, D, 1), lambda c, s: c[s // 2, s % 2]),  # pages apart
-        ((4, 2, H, D), (2 * H * D, D, 2 * D, 1), lambda c, s: c[s // 2, s % 2]),  # heads before tokens in a page
+        (
+            (4, 2, H, D),
+            (2 * H * D, D, 2 * D, 1),
+            lambda c, s: c[s // 2, s % 2],
+        ),  # heads before tokens in a page
     ],
     ids=["row stride", "head-major", "page stride", "heads first"],
 )
@@ -92,7 +96,10 @@ def test_cache_views(kernel, backend, rows, size, stride, row):
     storage = torch.full((2048,), -7.0, device=device)
     caches = [storage.as_strided(size, stride, offset) for offset in (64, 1024)]
     loc = torch.tensor([3, -1, 7, 2, 0], device=device)
-    one, faults = torch.ones(H, device=device), torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=device)
+    one, faults = (
+        torch.ones(H, device=device),
+        torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=device),
+    )
     kernel("store_kv")(k, k + 1, *caches, loc, one, one, faults, fmt)
 
     expected = torch.full((2048,), -7.0, device=device)
@@ -115,7 +122,13 @@ def test_a_sparse_last_axis_is_refused(make_pool, rows, unchanged, which):
     sparse = {name: x.repeat_interleave(2, dim=2)[..., ::2] for name, x in zip("kv", rows, strict=True)}
     dense = dict(zip("kv", rows, strict=True))
     given = dense | {which: sparse[which]}
-    with unchanged(pool), pytest.raises(ValueError, match=f"{which}: expected a dense last axis, got strides"):
+    with (
+        unchanged(pool),
+        pytest.raises(ValueError, match=f"{which}: expected a dense last axis, got strides"),
+    ):
         pool.set_kv_buffer(0, write_loc, given["k"], given["v"])
-    with unchanged(pool, *given.values()), pytest.raises(ValueError, match=f"{which}_out: expected a dense last axis"):
+    with (
+        unchanged(pool, *given.values()),
+        pytest.raises(ValueError, match=f"{which}_out: expected a dense last axis"),
+    ):
         pool.gather_kv(0, write_loc, given["k"], given["v"])

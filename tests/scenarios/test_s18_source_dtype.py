@@ -56,7 +56,9 @@ def test_raw_bytes_go_in_as_the_storage_dtype_only(make_pool, dtype, unchanged):
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *FP8_DIALECTS], ids=str)
-@pytest.mark.parametrize("source", [torch.float64, torch.int8, torch.int32, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "source", [torch.float64, torch.int8, torch.int32, torch.bool, torch.complex64], ids=str
+)
 def test_other_dtypes_are_refused(make_pool, dtype, source, unchanged):
     pool = make_pool([LayerSpec(None, 1, 8)], size=8, dtype=dtype)
     write_loc = pool.plan_write(pool.allocator.alloc(1))
@@ -64,6 +66,8 @@ def test_other_dtypes_are_refused(make_pool, dtype, source, unchanged):
     with unchanged(pool), pytest.raises(TypeError, match=f"k: expected a dtype of .*, got {source}"):
         pool.set_kv_buffer(0, write_loc, x, x)
     with unchanged(pool, x), pytest.raises(TypeError, match=f"k_out: expected a dtype of .*, got {source}"):
+        pool.gather_kv(0, write_loc, x, x)
+    with unchanged(pool), pytest.raises(TypeError, match=f"dtype: expected one of .*, got {source}"):
         pool.gather_kv(0, write_loc, dtype=source)
 
 
@@ -71,5 +75,8 @@ def test_k_and_v_share_a_dtype(make_pool, unchanged):
     pool = make_pool([LayerSpec(None, 1, 8)], size=8)
     write_loc = pool.plan_write(pool.allocator.alloc(1))
     x = torch.ones(1, 1, 8, device=pool.device)
-    with unchanged(pool), pytest.raises(TypeError, match="v: expected torch.float32 as k, got torch.float16"):
+    with (
+        unchanged(pool),
+        pytest.raises(TypeError, match=r"v: expected torch\.float32 as k, got torch\.float16"),
+    ):
         pool.set_kv_buffer(0, write_loc, x, x.half())

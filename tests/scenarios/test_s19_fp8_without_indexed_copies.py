@@ -1,4 +1,4 @@
-"""S19: every call that moves rows works in all four fp8 dialects, whatever torch has for the dtype on this device."""
+"""S19: every call that moves rows works in all four fp8 dialects, whatever torch has for them."""
 
 from __future__ import annotations
 

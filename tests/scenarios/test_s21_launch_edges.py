@@ -67,10 +67,16 @@ def test_tensors_of_two_devices_are_refused(make_pool, unchanged, odd):
     else:
         given[odd] = given[odd].to("meta")
     for layer in (0, 1):
-        with unchanged(pool), pytest.raises(ValueError, match=f"{odd}: expected .* on {pool.device}, got meta"):
+        with (
+            unchanged(pool),
+            pytest.raises(ValueError, match=f"{odd}: expected .* on {pool.device}, got meta"),
+        ):
             pool.set_kv_buffer(layer, given["write_loc"], given["k"], given["v"])
         given_out = {"k_out": given["k"], "v_out": given["v"]}
-        with unchanged(pool, k, v), pytest.raises(ValueError, match=f"expected .* on {pool.device}, got meta"):
+        with (
+            unchanged(pool, k, v),
+            pytest.raises(ValueError, match=f"expected .* on {pool.device}, got meta"),
+        ):
             pool.gather_kv(layer, given["write_loc"], **given_out)
 
 

@@ -1,4 +1,4 @@
-"""S22: a layer that aliases an earlier one's KV owns no bytes, reads the producer's, and cannot be stored to."""
+"""S22: a layer that aliases an earlier one's KV owns no bytes and cannot be stored to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from portakv import LayerSpec
 def layers():
     """Layers 3 and 5 are sliding, 5 reads 3's KV and 6 reads 4's."""
     swa, full = LayerSpec(8, 2, 16, 24), LayerSpec(None, 1, 32)
-    return [full, swa, full, swa, full, LayerSpec(8, 2, 16, 24, alias_of=3), LayerSpec(None, 1, 32, alias_of=4)]
+    return [
+        full,
+        swa,
+        full,
+        swa,
+        full,
+        LayerSpec(8, 2, 16, 24, alias_of=3),
+        LayerSpec(None, 1, 32, alias_of=4),
+    ]
 
 
 @pytest.fixture
@@ -34,9 +42,9 @@ def test_a_store_to_an_alias_is_refused(pool, unchanged):
     write_loc = pool.plan_write(pool.allocator.alloc(4))
     k, v = torch.randn(4, 2, 16, device=pool.device), torch.randn(4, 2, 24, device=pool.device)
     pool.set_kv_buffer(3, write_loc, k, v)
-    with unchanged(pool), pytest.raises(ValueError, match="layer_id: .* got 5, which reads layer 3's"):
+    with unchanged(pool), pytest.raises(ValueError, match=r"layer_id: .* got 5, which reads layer 3's"):
         pool.set_kv_buffer(5, write_loc, -k, -v)
-    with unchanged(pool), pytest.raises(ValueError, match="layer_id: .* got 5, which reads layer 3's"):
+    with unchanged(pool), pytest.raises(ValueError, match=r"layer_id: .* got 5, which reads layer 3's"):
         pool.set_scales(5, 2.0, 2.0)
 
 

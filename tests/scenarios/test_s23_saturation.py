@@ -1,5 +1,7 @@
-"""S23: out of range goes to the largest finite value of the dialect, NaN stays NaN, on every row, against an oracle
-that knows the formats from their definition and nothing of any cast."""
+"""S23: out of range goes to the largest finite value, NaN stays NaN, on every row of the table.
+
+The oracle knows the formats from their definition, and nothing of any cast.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from portakv import LayerSpec
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
 
-# name: exponent bits, mantissa bits, bias, largest finite value (OCP 8-bit floating point, and the fnuz forms)
+# Exponent bits, mantissa bits, bias, largest finite value: OCP 8-bit floating point, and the fnuz forms.
 DEFINITIONS = {
     torch.float8_e4m3fn: (4, 3, 7, 448.0),
     torch.float8_e4m3fnuz: (4, 3, 8, 240.0),
@@ -54,14 +56,18 @@ def stored_bytes(make_pool, dtype, x, scale=1.0):
     pool.set_kv_buffer(0, write_loc, rows, rows)
     k, v = pool.gather_kv(0, write_loc)
     assert torch.equal(k.view(torch.uint8), v.view(torch.uint8))
-    return k.flatten().view(torch.uint8).cpu(), pool.gather_kv(0, write_loc, dtype=torch.float32)[0].flatten().cpu()
+    return k.flatten().view(torch.uint8).cpu(), pool.gather_kv(0, write_loc, dtype=torch.float32)[
+        0
+    ].flatten().cpu()
 
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", FP8_DIALECTS, ids=str)
 def test_out_of_range_saturates(make_pool, dtype, source):
     largest = DEFINITIONS[dtype][3]
-    x = torch.tensor([465.0, 1000.0, -1e4, 6e4, -6e4, torch.inf, -torch.inf, 448.0, torch.nan, -torch.nan]).to(source)
+    x = torch.tensor(
+        [465.0, 1000.0, -1e4, 6e4, -6e4, torch.inf, -torch.inf, 448.0, torch.nan, -torch.nan]
+    ).to(source)
     got, values = stored_bytes(make_pool, dtype, x)
     assert got.tolist() == [oracle(float(value), dtype) for value in x]
     beyond = x.abs() > largest
@@ -84,7 +90,7 @@ def test_every_value_and_every_tie(make_pool, dtype):
 @pytest.mark.parametrize("scale", [0.5, 3.0, 1e-3, 2.0**-120])
 @pytest.mark.parametrize("dtype", FP8_DIALECTS, ids=str)
 def test_the_limit_is_that_of_the_scaled_value(make_pool, dtype, scale):
-    """`q = clamp(float32(x) * (float32(1) / float32(scale)))`: one multiply, also where it overflows float32."""
+    """`q = clamp(float32(x) * (float32(1) / float32(scale)))`: one multiply, overflow included."""
     x = torch.tensor([1.0, -3.5, 0.017, 200.0, -1e20, 3e38, 0.0, -0.0, torch.nan])
     inv = torch.tensor(1.0) / torch.tensor(scale, dtype=torch.float32)
     got, _ = stored_bytes(make_pool, dtype, x, scale)

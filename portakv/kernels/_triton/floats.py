@@ -8,7 +8,7 @@ device makes other NaNs. Integers give one answer everywhere, and no bf16 or fp8
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,11 +17,11 @@ import triton.language as tl
 from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 
 
-class Float(NamedTuple):
-    """A float's bit layout, in the order in which a kernel unpacks it. `inf` is the pattern of infinity, 0 where
-    there is none; `max` the float32 bits that a conversion saturates to, 0 where it overflows to infinity."""
+@dataclass(frozen=True, slots=True)
+class Float:
+    """A float's bit layout. `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a
+    conversion saturates to, 0 where it overflows to infinity."""
 
-    bits: int
     mantissa: int
     bias: int
     inf: int
@@ -34,25 +34,19 @@ def _float32_bits(x: float) -> int:
 
 
 FLOATS = {
-    torch.float32: Float(32, 23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0),
-    torch.float16: Float(16, 10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0),
-    torch.bfloat16: Float(16, 7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0),
+    torch.float32: Float(23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0),
+    torch.float16: Float(10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0),
+    torch.bfloat16: Float(7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0),
 }
 for _dtype, _fp8 in FP8_DIALECTS.items():
     _inf = 0x7C if _dtype is torch.float8_e5m2 else 0
-    FLOATS[_dtype] = Float(
-        8, _fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max)
-    )
+    FLOATS[_dtype] = Float(_fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max))
 
 
 @triton.jit
-def decode(raw, FLOAT: tl.constexpr):
+def decode(raw, MANTISSA: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, NAN: tl.constexpr):
     """The exact float32 value of `raw`, an integer of the float's width; NaN becomes some NaN."""
-    BITS: tl.constexpr = FLOAT[0]
-    MANTISSA: tl.constexpr = FLOAT[1]
-    BIAS: tl.constexpr = FLOAT[2]
-    INF: tl.constexpr = FLOAT[3]
-    NAN: tl.constexpr = FLOAT[4]
+    BITS: tl.constexpr = raw.dtype.primitive_bitwidth
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = raw.to(tl.int32)
     if BITS < 32:
@@ -73,14 +67,16 @@ def decode(raw, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def encode(x, FLOAT: tl.constexpr):
-    """float32 `x` as an int32 whose low bits are the float: rounded to nearest even, any NaN as its `nan`."""
-    BITS: tl.constexpr = FLOAT[0]
-    MANTISSA: tl.constexpr = FLOAT[1]
-    BIAS: tl.constexpr = FLOAT[2]
-    INF: tl.constexpr = FLOAT[3]
-    NAN: tl.constexpr = FLOAT[4]
-    MAX: tl.constexpr = FLOAT[5]
+def encode(
+    x,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """float32 `x` as an int32 whose low `BITS` bits are the float: to nearest even, any NaN as `NAN`."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = x.to(tl.int32, bitcast=True)
     magnitude = word & 0x7FFFFFFF

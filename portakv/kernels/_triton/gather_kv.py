@@ -10,7 +10,15 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.floats import decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import Tile, cache_layout, check_pair, cut_rows, row_alignment, row_pointers
+from portakv.kernels._triton.rows import (
+    Tile,
+    cache_layout,
+    check_pair,
+    conversion,
+    cut_rows,
+    row_alignment,
+    row_pointers,
+)
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
 Tensor = torch.Tensor
@@ -24,7 +32,7 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
         kernel,
         dict.fromkeys(("k_cache", "v_cache", "k_out", "v_out"), "u8")
         | {"loc": INDEX_TYPES[variant.index_dtype], "k_scale": "fp32", "v_scale": "fp32", "faults": "i64"},
-        cut.constants | {"SCALED": fmt.fp8 is not None, "FAULT": FAULT_KINDS.index("gather_kv")},
+        cut.constants | conversion(fmt, fmt.dtype, dtype) | {"FAULT": FAULT_KINDS.index("gather_kv")},
         cut.num_warps,
         cut.rows,
         cut.chunks,
@@ -102,12 +110,22 @@ def kernel(
     V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CONVERT: tl.constexpr,
-    SRC: tl.constexpr,
-    DST: tl.constexpr,
+    SRC_ITEM: tl.constexpr,
     SRC_UNIT: tl.constexpr,
+    DST_ITEM: tl.constexpr,
     DST_UNIT: tl.constexpr,
+    CONVERT: tl.constexpr,
     SCALED: tl.constexpr,
+    SRC_MANTISSA: tl.constexpr,
+    SRC_BIAS: tl.constexpr,
+    SRC_INF: tl.constexpr,
+    SRC_NAN: tl.constexpr,
+    DST_BITS: tl.constexpr,
+    DST_MANTISSA: tl.constexpr,
+    DST_BIAS: tl.constexpr,
+    DST_INF: tl.constexpr,
+    DST_NAN: tl.constexpr,
+    DST_MAX: tl.constexpr,
     FAULT: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -124,18 +142,19 @@ def kernel(
     k_offset = slot_offset(slot, page_size, k_page, k_slot) + head * k_cache_head
     v_offset = slot_offset(slot, page_size, v_page, v_slot) + head * v_cache_head
     # Both loads are under way before the first store, which the compiler could not move them across.
-    k_rows = tl.load(row_pointers(k_cache, k_offset, column, SRC, SRC_UNIT, ALIGNED), mask=k_mask)
-    v_rows = tl.load(row_pointers(v_cache, v_offset, column, SRC, SRC_UNIT, ALIGNED), mask=v_mask)
+    k_rows = tl.load(row_pointers(k_cache, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=k_mask)
+    v_rows = tl.load(row_pointers(v_cache, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=v_mask)
     if CONVERT:
-        k_wide = decode(k_rows, SRC)
-        v_wide = decode(v_rows, SRC)
+        k_wide = decode(k_rows, SRC_MANTISSA, SRC_BIAS, SRC_INF, SRC_NAN)
+        v_wide = decode(v_rows, SRC_MANTISSA, SRC_BIAS, SRC_INF, SRC_NAN)
         if SCALED:
             k_wide *= tl.load(k_scale + head)[:, None]
             v_wide *= tl.load(v_scale + head)[:, None]
-        k_rows = encode(k_wide, DST).to(DST_UNIT)
-        v_rows = encode(v_wide, DST).to(DST_UNIT)
+        k_narrow = encode(k_wide, DST_BITS, DST_MANTISSA, DST_BIAS, DST_INF, DST_NAN, DST_MAX)
+        v_narrow = encode(v_wide, DST_BITS, DST_MANTISSA, DST_BIAS, DST_INF, DST_NAN, DST_MAX)
+        k_rows, v_rows = k_narrow.to(DST_UNIT), v_narrow.to(DST_UNIT)
 
-    k_to = row_pointers(k_out, token * k_token + head * k_head, column, DST, DST_UNIT, ALIGNED)
-    v_to = row_pointers(v_out, token * v_token + head * v_head, column, DST, DST_UNIT, ALIGNED)
+    k_to = row_pointers(k_out, token * k_token + head * k_head, column, DST_ITEM, DST_UNIT, ALIGNED)
+    v_to = row_pointers(v_out, token * v_token + head * v_head, column, DST_ITEM, DST_UNIT, ALIGNED)
     tl.store(k_to, k_rows, mask=k_mask)
     tl.store(v_to, v_rows, mask=v_mask)

@@ -90,7 +90,7 @@ class Kernel:
         self._run(*grid, stream, self._function, self._metadata, None, None, None, *pointers, *scalars, *self._tail)
 
 
-INTERPRETER_TILES = (Tile(1 << 20, 1 << 14, 16),)
+INTERPRETER_TILES = (Tile(1 << 20, 1 << 16, 256),)
 """The interpreter's time is per program: a larger tile, still small enough that tests have several."""
 
 

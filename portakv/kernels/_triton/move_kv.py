@@ -26,7 +26,7 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
     fmt = variant.fmt
     assert fmt is not None
     cut = cut_rows(fmt, fmt.dtype, fmt.dtype, variant.alignment, tiles, lanes)
-    constants = {k: v for k, v in cut.constants.items() if k not in ("CONVERT", "DST", "DST_UNIT")}
+    constants = {k: v for k, v in cut.constants.items() if k not in ("DST_ITEM", "DST_UNIT")}
     return Source(
         kernel,
         dict.fromkeys(("k_from", "v_from", "k_to", "v_to"), "u8")
@@ -103,7 +103,7 @@ def kernel(
     V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SRC: tl.constexpr,
+    SRC_ITEM: tl.constexpr,
     SRC_UNIT: tl.constexpr,
     RESERVED: tl.constexpr,
     FAULT: tl.constexpr,
@@ -130,9 +130,9 @@ def kernel(
     v_mask = ok[:, None] & (column < V_DIM)[None, :]
     k_offset = layer * k_from_layer + from_slot * k_from_slot + head * k_from_head
     v_offset = layer * v_from_layer + from_slot * v_from_slot + head * v_from_head
-    k_rows = tl.load(row_pointers(k_from, k_offset, column, SRC, SRC_UNIT, ALIGNED), mask=k_mask)
-    v_rows = tl.load(row_pointers(v_from, v_offset, column, SRC, SRC_UNIT, ALIGNED), mask=v_mask)
+    k_rows = tl.load(row_pointers(k_from, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=k_mask)
+    v_rows = tl.load(row_pointers(v_from, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=v_mask)
     k_offset = layer * k_to_layer + to_slot * k_to_slot + head * k_to_head
     v_offset = layer * v_to_layer + to_slot * v_to_slot + head * v_to_head
-    tl.store(row_pointers(k_to, k_offset, column, SRC, SRC_UNIT, ALIGNED), k_rows, mask=k_mask)
-    tl.store(row_pointers(v_to, v_offset, column, SRC, SRC_UNIT, ALIGNED), v_rows, mask=v_mask)
+    tl.store(row_pointers(k_to, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), k_rows, mask=k_mask)
+    tl.store(row_pointers(v_to, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), v_rows, mask=v_mask)

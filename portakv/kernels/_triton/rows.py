@@ -75,13 +75,31 @@ def cut_rows(
         "V_DIM": v_dim,
         "BLOCK": block,
         "ALIGNED": alignment == VECTOR_BYTES,
-        "CONVERT": src != dst,
-        "SRC": tuple(FLOATS[src]),
-        "DST": tuple(FLOATS[dst]),
+        "SRC_ITEM": src.itemsize,
         "SRC_UNIT": _UNITS[src_unit],
+        "DST_ITEM": dst.itemsize,
         "DST_UNIT": _UNITS[dst_unit],
     }
     return Cut(rows, triton.cdiv(max(k_dim, v_dim), block), tile.num_warps, constants)
+
+
+def conversion(fmt: KVFormat, src: torch.dtype, dst: torch.dtype) -> dict[str, Any]:
+    """The constexprs of a kernel that decodes `src` and encodes `dst`; unused where they are one dtype."""
+    a, b = FLOATS[src], FLOATS[dst]
+    return {
+        "CONVERT": src != dst,
+        "SCALED": fmt.fp8 is not None,
+        "SRC_MANTISSA": a.mantissa,
+        "SRC_BIAS": a.bias,
+        "SRC_INF": a.inf,
+        "SRC_NAN": a.nan,
+        "DST_BITS": 8 * dst.itemsize,
+        "DST_MANTISSA": b.mantissa,
+        "DST_BIAS": b.bias,
+        "DST_INF": b.inf,
+        "DST_NAN": b.nan,
+        "DST_MAX": b.max,
+    }
 
 
 def _block(k_dim: int, v_dim: int, unit: int, limit: int) -> int:
@@ -108,6 +126,8 @@ def cache_layout(cache: torch.Tensor) -> tuple[tuple[int, int], int, int, int]:
     shape, stride = cache.shape, cache.stride()
     if len(shape) == 3:
         return (shape[0], 1), 0, stride[0], stride[1]
+    if shape[1] == 1:  # kernels tell a paged cache by its page size
+        return (shape[0], 1), 0, stride[0], stride[2]
     return (shape[0] * shape[1], shape[1]), stride[0], stride[1], stride[2]
 
 
@@ -127,9 +147,10 @@ def check_pair(
 
 
 @triton.jit
-def row_pointers(base, offset, column, FLOAT: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers `[rows, columns]` of type `UNIT` into rows that start `offset` elements after `base`."""
+def row_pointers(base, offset, column, ITEM: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers `[rows, columns]` of type `UNIT` into rows that start `offset` items of `ITEM` bytes after `base`."""
+    base = base.to(tl.pointer_type(UNIT))
     if ALIGNED:
         # As a number of vectors times their width, which is how the compiler learns that it is aligned.
-        offset = ((offset * (FLOAT[0] // 8)) >> 4) * (128 // UNIT.primitive_bitwidth)
-    return base.to(tl.pointer_type(UNIT)) + offset[:, None] + column[None, :]
+        offset = ((offset * ITEM) >> 4) * (128 // base.dtype.element_ty.primitive_bitwidth)
+    return base + offset[:, None] + column[None, :]

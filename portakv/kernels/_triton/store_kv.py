@@ -10,7 +10,15 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.floats import decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import Tile, cache_layout, check_pair, cut_rows, row_alignment, row_pointers
+from portakv.kernels._triton.rows import (
+    Tile,
+    cache_layout,
+    check_pair,
+    conversion,
+    cut_rows,
+    row_alignment,
+    row_pointers,
+)
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
 Tensor = torch.Tensor
@@ -25,7 +33,8 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
         dict.fromkeys(("k", "v", "k_cache", "v_cache"), "u8")
         | {"loc": INDEX_TYPES[variant.index_dtype], "k_inv": "fp32", "v_inv": "fp32", "faults": "i64"},
         cut.constants
-        | {"SCALED": fmt.fp8 is not None, "RESERVED": fmt.page_size, "FAULT": FAULT_KINDS.index("store_kv")},
+        | conversion(fmt, dtype, fmt.dtype)
+        | {"RESERVED": fmt.page_size, "FAULT": FAULT_KINDS.index("store_kv")},
         cut.num_warps,
         cut.rows,
         cut.chunks,
@@ -103,12 +112,22 @@ def kernel(
     V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CONVERT: tl.constexpr,
-    SRC: tl.constexpr,
-    DST: tl.constexpr,
+    SRC_ITEM: tl.constexpr,
     SRC_UNIT: tl.constexpr,
+    DST_ITEM: tl.constexpr,
     DST_UNIT: tl.constexpr,
+    CONVERT: tl.constexpr,
     SCALED: tl.constexpr,
+    SRC_MANTISSA: tl.constexpr,
+    SRC_BIAS: tl.constexpr,
+    SRC_INF: tl.constexpr,
+    SRC_NAN: tl.constexpr,
+    DST_BITS: tl.constexpr,
+    DST_MANTISSA: tl.constexpr,
+    DST_BIAS: tl.constexpr,
+    DST_INF: tl.constexpr,
+    DST_NAN: tl.constexpr,
+    DST_MAX: tl.constexpr,
     RESERVED: tl.constexpr,
     FAULT: tl.constexpr,
 ):
@@ -123,21 +142,22 @@ def kernel(
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     k_mask = ok[:, None] & (column < K_DIM)[None, :]
     v_mask = ok[:, None] & (column < V_DIM)[None, :]
-    k_from = row_pointers(k, token * k_token + head * k_head, column, SRC, SRC_UNIT, ALIGNED)
-    v_from = row_pointers(v, token * v_token + head * v_head, column, SRC, SRC_UNIT, ALIGNED)
+    k_from = row_pointers(k, token * k_token + head * k_head, column, SRC_ITEM, SRC_UNIT, ALIGNED)
+    v_from = row_pointers(v, token * v_token + head * v_head, column, SRC_ITEM, SRC_UNIT, ALIGNED)
     # Both loads are under way before the first store, which the compiler could not move them across.
     k_rows = tl.load(k_from, mask=k_mask)
     v_rows = tl.load(v_from, mask=v_mask)
     if CONVERT:
-        k_wide = decode(k_rows, SRC)
-        v_wide = decode(v_rows, SRC)
+        k_wide = decode(k_rows, SRC_MANTISSA, SRC_BIAS, SRC_INF, SRC_NAN)
+        v_wide = decode(v_rows, SRC_MANTISSA, SRC_BIAS, SRC_INF, SRC_NAN)
         if SCALED:
             k_wide *= tl.load(k_inv + head)[:, None]
             v_wide *= tl.load(v_inv + head)[:, None]
-        k_rows = encode(k_wide, DST).to(DST_UNIT)
-        v_rows = encode(v_wide, DST).to(DST_UNIT)
+        k_narrow = encode(k_wide, DST_BITS, DST_MANTISSA, DST_BIAS, DST_INF, DST_NAN, DST_MAX)
+        v_narrow = encode(v_wide, DST_BITS, DST_MANTISSA, DST_BIAS, DST_INF, DST_NAN, DST_MAX)
+        k_rows, v_rows = k_narrow.to(DST_UNIT), v_narrow.to(DST_UNIT)
 
     k_offset = slot_offset(slot, page_size, k_page, k_slot) + head * k_cache_head
     v_offset = slot_offset(slot, page_size, v_page, v_slot) + head * v_cache_head
-    tl.store(row_pointers(k_cache, k_offset, column, DST, DST_UNIT, ALIGNED), k_rows, mask=k_mask)
-    tl.store(row_pointers(v_cache, v_offset, column, DST, DST_UNIT, ALIGNED), v_rows, mask=v_mask)
+    tl.store(row_pointers(k_cache, k_offset, column, DST_ITEM, DST_UNIT, ALIGNED), k_rows, mask=k_mask)
+    tl.store(row_pointers(v_cache, v_offset, column, DST_ITEM, DST_UNIT, ALIGNED), v_rows, mask=v_mask)

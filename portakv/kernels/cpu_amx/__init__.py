@@ -1,6 +1,6 @@
 """The CPU ops in C++, one build per instruction set; same signatures and bits as `portakv.kernels.reference`.
 
-The extension is loaded at the first use of an op, so importing this package costs nothing and works without it.
+The extension is loaded when an op is first asked for, so this package imports at no cost and without a build.
 """
 
 from __future__ import annotations
@@ -8,23 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from portakv.kernels.cpu_amx._native import (
-        cast_loc as cast_loc,
-        gather_kv as gather_kv,
-        isa as isa,
-        isas as isas,
-        move_kv as move_kv,
-        patch_map as patch_map,
-        store_kv as store_kv,
-        translate_loc as translate_loc,
-    )
+    from portakv.kernels.cpu_amx._native import cast_loc as cast_loc
+    from portakv.kernels.cpu_amx._native import gather_kv as gather_kv
+    from portakv.kernels.cpu_amx._native import isa as isa
+    from portakv.kernels.cpu_amx._native import isas as isas
+    from portakv.kernels.cpu_amx._native import move_kv as move_kv
+    from portakv.kernels.cpu_amx._native import patch_map as patch_map
+    from portakv.kernels.cpu_amx._native import store_kv as store_kv
+    from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
-_OPS = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv")
-_NAMES = (*_OPS, "isa", "isas")
+_NAMES = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "isa", "isas")
 
 
 def build_problem() -> str | None:
-    """Why this installation has no CPU extension, or None where it has one. Loads neither torch nor the extension."""
+    """Why this installation has no CPU extension, or None. Loads neither torch nor the extension."""
     try:
         from portakv.kernels.cpu_amx._build import PROBLEM
     except ModuleNotFoundError:

@@ -48,18 +48,21 @@ inline float float_of(uint32_t b) {
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 constexpr uint32_t kInf = 0x7F800000;
 
+// For values below 2^31: SSE2 and AVX2 compare signed integers only.
+inline bool above(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b); }
+
 // ---- number formats: `widen` gives the bits of a float32, `narrow` takes them -------------------------------------
 
 struct F32 : Word<32> {
     static uint32_t widen(uint32_t q) { return q; }
-    static uint32_t narrow(uint32_t b) { return (b & kMagnitude) > kInf ? 0x7FC00000 : b; }
+    static uint32_t narrow(uint32_t b) { return above(b & kMagnitude, kInf) ? 0x7FC00000 : b; }
 };
 
 struct BF16 : Word<16> {
     static uint32_t widen(uint32_t q) { return q << 16; }
     static uint32_t narrow(uint32_t b) {
         uint32_t rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
-        return (b & kMagnitude) > kInf ? 0x7FC0 : rounded;
+        return above(b & kMagnitude, kInf) ? 0x7FC0 : rounded;
     }
 };
 
@@ -78,22 +81,22 @@ struct Small : Word<W> {
 
     static uint32_t narrow(uint32_t b) {
         uint32_t all = b & kMagnitude;
-        uint32_t mag = all < Limit ? all : Limit;
+        uint32_t mag = above(Limit, all) ? all : Limit;
         uint32_t exponent = mag & kInf;
-        exponent = exponent > kMinNormal ? exponent : kMinNormal;
+        exponent = above(exponent, kMinNormal) ? exponent : kMinNormal;
         uint32_t sum = bits_of(float_of(mag) + float_of(exponent + kMagic));
         uint32_t code = (sum + (exponent >> (23 - M))) & (kSign - 1);
         uint32_t sign = (b >> (32 - W)) & kSign;
         if (S == Special::fnuz) sign = code ? sign : 0;
-        return all > kInf ? Nan : code | sign;
+        return above(all, kInf) ? Nan : code | sign;
     }
 
     static uint32_t widen(uint32_t q) {
         uint32_t mag = q & (kSign - 1);
         uint32_t normal = (mag << (23 - M)) + (uint32_t(127 - B) << 23);
         uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(kMinNormal));
-        uint32_t value = mag >> M ? normal : subnormal;
-        if (S == Special::ieee) value = mag >= (31u << M) ? normal + (uint32_t(127 - B) << 23) : value;
+        uint32_t value = above(mag, (1u << M) - 1) ? normal : subnormal;
+        if (S == Special::ieee) value = above(mag, (31u << M) - 1) ? normal + (uint32_t(127 - B) << 23) : value;
         value |= (q & kSign) << (32 - W);
         if (S == Special::fn) value = mag == kSign - 1 ? 0x7FC00000 : value;
         if (S == Special::fnuz) value = q == kSign ? 0x7FC00000 : value;
@@ -111,19 +114,57 @@ using E5M2FNUZ = Small<8, 2, 16, 0x47600000, 0x80, Special::fnuz>;
 
 using RunFn = void (*)(const char* src, char* dst, int64_t n, float scale);
 
-template <class Src, class Dst>
-void by_value(const char* src, char* dst, int64_t n, float) {
-    auto* __restrict in = reinterpret_cast<const typename Src::Bits*>(src);
-    auto* __restrict out = reinterpret_cast<typename Dst::Bits*>(dst);
-    for (int64_t i = 0; i < n; ++i) out[i] = Dst::narrow(Src::widen(in[i]));
+constexpr int kBlock = 64;
+
+// Codes are made in 32 bits and narrowed by a loop of their own: compilers otherwise narrow each term of a code
+// before they combine them, three times the shuffles.
+template <class Src, class Dst, bool Scaled>
+inline void convert_block(const typename Src::Bits* in, typename Dst::Bits* __restrict out, int n, float scale) {
+    uint32_t codes[kBlock];
+    for (int i = 0; i < n; ++i) {
+        uint32_t x = Src::widen(in[i]);
+        codes[i] = Dst::narrow(Scaled ? bits_of(float_of(x) * scale) : x);
+    }
+    for (int i = 0; i < n; ++i) out[i] = typename Dst::Bits(codes[i]);
+}
+
+template <class Src, class Dst, bool Scaled>
+void convert(const char* src, char* dst, int64_t n, float scale) {
+    auto* in = reinterpret_cast<const typename Src::Bits*>(src);
+    auto* out = reinterpret_cast<typename Dst::Bits*>(dst);
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) convert_block<Src, Dst, Scaled>(in + i, out + i, kBlock, scale);
+    if (i < n) convert_block<Src, Dst, Scaled>(in + i, out + i, int(n - i), scale);
 }
 
 template <class Src, class Dst>
-void scaled(const char* src, char* dst, int64_t n, float scale) {
-    auto* __restrict in = reinterpret_cast<const typename Src::Bits*>(src);
-    auto* __restrict out = reinterpret_cast<typename Dst::Bits*>(dst);
-    for (int64_t i = 0; i < n; ++i) out[i] = Dst::narrow(bits_of(float_of(Src::widen(in[i])) * scale));
+constexpr RunFn by_value = convert<Src, Dst, false>;
+template <class Src, class Dst>
+constexpr RunFn scaled = convert<Src, Dst, true>;
+
+#ifdef __AVX512F__  // 16 % faster there; with AVX2 half as fast
+// A 32-bit word holds two bfloat16: no shuffle widens them, and one narrowing takes both codes.
+template <class Dst>
+void quantise_bf16(const char* src, char* dst, int64_t n, float scale) {
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) {
+        uint32_t words[kBlock / 2], codes[kBlock / 2];
+        uint16_t out[kBlock / 2];
+        __builtin_memcpy(words, src + 2 * i, sizeof words);
+        for (int j = 0; j < kBlock / 2; ++j) {
+            uint32_t low = Dst::narrow(bits_of(float_of(words[j] << 16) * scale));
+            uint32_t high = Dst::narrow(bits_of(float_of(words[j] & 0xFFFF0000) * scale));
+            codes[j] = low | high << 8;
+        }
+        for (int j = 0; j < kBlock / 2; ++j) out[j] = uint16_t(codes[j]);
+        __builtin_memcpy(dst + i, out, sizeof out);
+    }
+    convert<BF16, Dst, true>(src + 2 * i, dst + i, n - i, scale);
 }
+
+template <class Dst>
+constexpr RunFn scaled<BF16, Dst> = quantise_bf16<Dst>;
+#endif
 
 // The widest vector of this unit, and a store of it that goes past the caches where there is one.
 #if defined(__AVX512F__)

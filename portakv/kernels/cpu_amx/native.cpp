@@ -5,7 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <string>
@@ -381,15 +381,17 @@ NB_MODULE(_native, m) {
     dtype_ = PyUnicode_InternFromString("dtype");
 
     m.doc() = "The ops of portakv.kernels.reference on CPU tensors.";
-    m.def("translate_loc", &translate_loc, "mapping"_a, "loc"_a, "swa_out"_a, "loc_out"_a.none(), "swa_twin"_a.none(),
-          "loc_twin"_a.none(), "faults"_a);
-    m.def("cast_loc", &cast_loc, "loc"_a, "out"_a, "faults"_a);
-    m.def("patch_map", &patch_map, "mapping"_a, "slots"_a, "values"_a);
-    m.def("store_kv", &store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "loc"_a, "k_inv"_a, "v_inv"_a, "faults"_a,
-          "fmt"_a);
-    m.def("gather_kv", &gather_kv, "k_cache"_a, "v_cache"_a, "loc"_a, "k_out"_a, "v_out"_a, "k_scale"_a, "v_scale"_a,
-          "faults"_a, "fmt"_a);
-    m.def("move_kv", &move_kv, "k_caches"_a, "v_caches"_a, "tgt"_a, "src"_a, "faults"_a, "fmt"_a);
+    // None is let through to the functions, whose refusals name the argument.
+    auto arg = [](const char* name) { return nb::arg(name).none(); };
+    m.def("translate_loc", &translate_loc, arg("mapping"), arg("loc"), arg("swa_out"), arg("loc_out"), arg("swa_twin"),
+          arg("loc_twin"), arg("faults"));
+    m.def("cast_loc", &cast_loc, arg("loc"), arg("out"), arg("faults"));
+    m.def("patch_map", &patch_map, arg("mapping"), arg("slots"), arg("values"));
+    m.def("store_kv", &store_kv, arg("k"), arg("v"), arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_inv"),
+          arg("v_inv"), arg("faults"), arg("fmt"));
+    m.def("gather_kv", &gather_kv, arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_out"), arg("v_out"),
+          arg("k_scale"), arg("v_scale"), arg("faults"), arg("fmt"));
+    m.def("move_kv", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");

@@ -1,0 +1,177 @@
+"""What a store costs on a CPU beside torch's own ways: `python benchmarks/store_cpu.py [--json]`.
+
+Rows of 8x128 for K and V, random slots in a pool much larger than the last-level cache, another set of slots each
+call, all through the public API. Ratios are medians over rounds in which every candidate ran in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timing import environment, interleave, ratio, summary
+
+from portakv import HybridKVPool, LayerSpec
+from portakv.allocator import HybridSlotAllocator
+
+HEADS, DIM = 8, 128
+TOKENS = (1, 8, 64, 512, 4096, 16384)
+FP8 = torch.float8_e4m3fn
+LAYERS = [LayerSpec(None, HEADS, DIM), LayerSpec(1024, HEADS, DIM)]
+
+Tensor = torch.Tensor
+
+
+def put_twice(caches: tuple[Tensor, Tensor], loc: Tensor, k: Tensor, v: Tensor) -> None:
+    caches[0][loc] = k
+    caches[1][loc] = v
+
+
+def quantise_and_put(caches: tuple[Tensor, Tensor], loc: Tensor, k: Tensor, v: Tensor) -> None:
+    """The torch expression of a quantised store; fp8 is indexed as bytes, as torch lacks the ops."""
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache.view(torch.uint8)[loc] = (x.float() * 0.5).clamp(-448, 448).to(FP8).view(torch.uint8)
+
+
+def stores(size: int, tokens: int, bf16: HybridKVPool, fp8: HybridKVPool) -> dict[str, Callable[[int], None]]:
+    """The candidates; call i of each writes the same set of slots."""
+    order = torch.randperm(size) + 1
+    slots = [order[i : i + tokens].clone() for i in range(0, size - tokens, tokens)][:4096]
+    plans = [bf16.plan_write(loc) for loc in slots]
+    rows = [torch.randn(2, tokens, HEADS, DIM).bfloat16().unbind() for _ in range(4)]
+    n = len(slots)
+    put, quantised = bf16.get_kv_buffer(0), fp8.get_kv_buffer(0)
+    flat = [torch.empty(2, tokens, HEADS, DIM, dtype=torch.bfloat16).unbind() for _ in range(4)]
+
+    def copy(i: int) -> None:
+        for x, y in zip(flat[i % 4], rows[(i + 1) % 4], strict=True):
+            x.copy_(y)
+
+    return {
+        "set_kv_buffer": lambda i: bf16.set_kv_buffer(0, plans[i % n], *rows[i % 4]),
+        "two index_put": lambda i: put_twice(put, slots[i % n], *rows[i % 4]),
+        "set_kv_buffer fp8": lambda i: fp8.set_kv_buffer(0, plans[i % n], *rows[i % 4]),
+        "quantise, two index_put": lambda i: quantise_and_put(quantised, slots[i % n], *rows[i % 4]),
+        "two copy_ in cache": copy,
+    }
+
+
+def measure_stores(size: int, rounds: int) -> list[dict[str, Any]]:
+    bf16, fp8 = HybridKVPool(LAYERS[:1], size=size), HybridKVPool(LAYERS[:1], size=size, dtype=FP8)
+    fp8.set_scales(0, 2.0, 2.0)
+    table = []
+    for tokens in TOKENS:
+        times = interleave(stores(size, tokens, bf16, fp8), max(1, 2048 // tokens), rounds)
+        ours, quantised = times["set_kv_buffer"], times["set_kv_buffer fp8"]
+        table.append(
+            {
+                "tokens": tokens,
+                "us": {name: summary(values) for name, values in times.items()},
+                "gb_per_s": 2 * 2 * tokens * HEADS * DIM * 2 / summary(ours)[0] / 1000,
+                "faster_than_two_index_put": ratio(times["two index_put"], ours),
+                "fp8_of_bf16_time": ratio(quantised, ours),
+                "fp8_faster_than_torch": ratio(times["quantise, two index_put"], quantised),
+            }
+        )
+    return table
+
+
+def measure_plan(rounds: int) -> dict[str, Any]:
+    pool = HybridKVPool(LAYERS, size=65536, swa_size=65536)
+    loc = pool.allocator.alloc(64)[torch.randperm(64)]
+    mapping = pool.full_to_swa
+    times = interleave({"plan_write": lambda _: pool.plan_write(loc), "mapping[loc]": lambda _: mapping[loc]}, 2000, rounds)
+    return {
+        "us": {name: summary(values) for name, values in times.items()},
+        "of_one_gather": ratio(times["plan_write"], times["mapping[loc]"]),
+    }
+
+
+def measure_allocator(size: int, rounds: int) -> list[dict[str, Any]]:
+    """`alloc(1)` + `free` with the mapping kept, at three fills, beside two one-row index_put."""
+    cache = HybridKVPool(LAYERS[:1], size=65536)
+    k = torch.randn(1, HEADS, DIM).bfloat16()
+    ids = torch.randint(1, 65536, (4096, 1))
+    table = []
+    for fill in (0.0, 0.5, 0.999):
+        allocator = HybridSlotAllocator(size, size)
+        if fill:
+            held = allocator.alloc(int(size * fill))
+            # Give a scattered tenth back, so that the free list is no longer in order.
+            allocator.free(held[torch.randperm(len(held))[: len(held) // 10]])
+        times = interleave(
+            {
+                "alloc(1) + free": lambda _, a=allocator: a.free(a.alloc(1)),
+                "two index_put": lambda i: put_twice(cache.get_kv_buffer(0), ids[i % 4096], k, k),
+            },
+            2000,
+            rounds,
+        )
+        table.append(
+            {
+                "slots": size,
+                "fill": fill,
+                "us": {name: summary(values) for name, values in times.items()},
+                "of_two_index_put": ratio(times["alloc(1) + free"], times["two index_put"]),
+            }
+        )
+    return table
+
+
+def measure_overhead() -> list[dict[str, Any]]:
+    table = []
+    for page_size in (1, 16):
+        pool = HybridKVPool(LAYERS[:1], size=1 << 16, swa_size=1 << 16, page_size=page_size)
+        table.append({"page_size": page_size, "bytes_per_slot": (pool.nbytes - pool.kv_bytes) / pool.size})
+    return table
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, value in result["environment"].items():
+        print(f"{name}: {value}")
+    print("\n| tokens | set_kv_buffer µs (quartiles) | GB/s | × two index_put | fp8 µs | fp8 / bf16 | fp8 × torch | two copy_ µs |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in result["stores"]:
+        us = row["us"]
+        median, low, high = us["set_kv_buffer"]
+        print(
+            f"| {row['tokens']} | {median:.2f} ({low:.2f}-{high:.2f}) | {row['gb_per_s']:.1f} "
+            f"| {row['faster_than_two_index_put']:.1f} | {us['set_kv_buffer fp8'][0]:.2f} | {row['fp8_of_bf16_time']:.2f} "
+            f"| {row['fp8_faster_than_torch']:.1f} | {us['two copy_ in cache'][0]:.2f} |"
+        )
+    plan = result["plan_write"]
+    print(f"\nplan_write of 64 tokens: {plan['us']['plan_write'][0]:.2f} µs, {plan['of_one_gather']:.2f} of one mapping[loc]")
+    for row in result["allocator"]:
+        print(
+            f"alloc(1) + free in {row['slots']:,} slots, {row['fill']:.1%} full: {row['us']['alloc(1) + free'][0]:.2f} µs, "
+            f"{row['of_two_index_put']:.2f} of two one-row index_put"
+        )
+    for row in result["overhead"]:
+        print(f"beyond K and V at page size {row['page_size']}: {row['bytes_per_slot']:.1f} bytes per full slot")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--size", type=int, default=600_000, help="slots in the pool, 4 KiB of K and V each")
+    parser.add_argument("--rounds", type=int, default=31)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    result = {
+        "environment": environment(),
+        "stores": measure_stores(args.size, args.rounds),
+        "plan_write": measure_plan(args.rounds),
+        "allocator": measure_allocator(10_000_000, args.rounds),
+        "overhead": measure_overhead(),
+    }
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()

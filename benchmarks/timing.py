@@ -1,0 +1,52 @@
+"""Timing for all benchmarks: candidates in turn within each round, so that a drifting machine hits them alike."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+import portakv
+
+
+def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per call of each candidate, one figure per round; candidates get the number of the call."""
+    for call in candidates.values():
+        for i in range(min(calls, 64)):
+            call(i)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(rounds):
+        for name, call in candidates.items():
+            start = time.perf_counter_ns()
+            for i in range(turn * calls, (turn + 1) * calls):
+                call(i)
+            times[name].append((time.perf_counter_ns() - start) / calls / 1000)
+    return times
+
+
+def summary(values: list[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return median, low, high
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """Median over the rounds of how many times `fast` is faster."""
+    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on: versions, processor, threads and commit."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    found = portakv.device.facts(torch.device("cpu"))
+    return {
+        "portakv": commit.stdout.strip() or "no git",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{found.name} {sorted(found.features)}",
+        "threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,219 @@
+"""`portakv info` and `portakv run`: what was chosen here and why, and a model generating through a pool.
+
+Results go to stdout, progress and errors to stderr. Exit code 1 is a mismatch, 2 a command that cannot run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from portakv import compare, device, dispatch
+from portakv.compare import Comparison
+from portakv.errors import PortaKVError
+
+app = typer.Typer(
+    help="One KV-cache pool for hybrid models, with the same bytes on every device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show what was probed, which kernel serves each op, and why every other one does not."""
+    with _one_line_errors():
+        facts = device.facts(device.resolve(None))
+        chosen = dispatch.select_all(facts)
+    if as_json:
+        _print_json(
+            {
+                "device": device.DEVICE.value,
+                "arch": facts.arch,
+                "name": facts.name,
+                "features": sorted(facts.features),
+                "versions": _versions(),
+                "probed": [
+                    {"kind": p.kind.value, "count": p.count, "reason": p.reason} for p in device.probe()
+                ],
+                "kernels": {op: selection.row.name for op, selection in chosen.items()},
+                "rejected": {op: {row.name: why for row, why in s.rejected} for op, s in chosen.items()},
+            }
+        )
+        return
+    _print_header(f"{facts.name or facts.arch} ({', '.join([facts.arch, *sorted(facts.features)])})")
+    probed = _table("Devices", "kind", "found", "what was probed")
+    for p in device.probe():
+        mark = "  ← chosen" if p.kind is device.DEVICE else ""
+        probed.add_row(p.kind.value, str(p.count), escape(p.reason) + mark)
+    _out.print(probed)
+    rows = _table("Kernels", "op", "row", "from", "not chosen, and why")
+    for op, selection in chosen.items():
+        why_not = "\n".join(f"{row.name}: {why}" for row, why in selection.rejected)
+        rows.add_row(op, selection.row.name, selection.row.origin, escape(why_not))
+    _out.print(rows)
+
+
+@app.command()
+def run(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="A local checkpoint. Without it: scaled-down GPT-OSS, Gemma 3 and MiMo-V2, random weights.",
+        ),
+    ] = None,
+    device_name: Annotated[
+        str | None, typer.Option("--device", help="cuda, hip, xpu, cpu, or a torch device such as cuda:1.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; give several for a batch.", show_default=False)
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate after each prompt.")] = 112,
+    as_json: AsJson = False,
+) -> None:
+    """Generate greedily through a pool and through the model's own cache, and compare what comes out."""
+    _require_transformers()
+    with _one_line_errors():
+        target = device.resolve(_kind_or_device(device_name))
+        kernels = {op: chosen.row.name for op, chosen in dispatch.select_all(device.facts(target)).items()}
+        prompts = prompt or compare.PROMPTS
+        if model is None:
+            names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
+        else:
+            names, subjects = [model.name], iter([compare.local_subject(model, target, prompts)])
+    results = []
+    with _progress() as bars:
+        tasks = [bars.add_task(name, total=2 * new_tokens) for name in names]
+        for task, subject in zip(tasks, subjects, strict=True):
+            results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task)))
+    store_rate, copy_rate = compare.measure_store(target)
+    if as_json:
+        _print_json(
+            {
+                "device": device.kind_of(target).value,
+                "versions": _versions(),
+                "models": [_finite(dataclasses.asdict(result)) for result in results],
+                "kernels": kernels,
+                "store_gb_per_s": store_rate,
+                "copy_gb_per_s": copy_rate,
+            }
+        )
+    else:
+        _print_header(str(target))
+        _out.print(_results_table(results))
+        rows = _table("Kernels", "op", "row")
+        for op, row in kernels.items():
+            rows.add_row(op, row)
+        _out.print(rows)
+        rates = f"store_kv at random slots {store_rate:.1f} GB/s, plain copies {copy_rate:.1f} GB/s"
+        _out.print(f"{rates} (read + write)")
+    if not all(result.matches for result in results):
+        _err.print("mismatch: the pool and the model's own cache disagree", style="bold red")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What a user can mend ends the command with its message; anything else keeps its traceback."""
+    try:
+        yield
+    except (PortaKVError, ValueError, OSError) as e:
+        _err.print(f"portakv: {e}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def _require_transformers() -> None:
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ModuleNotFoundError as e:
+        if e.name != "transformers":
+            raise
+        _err.print("portakv: `portakv run` needs transformers: pip install 'portakv[run]'", markup=False)
+        raise typer.Exit(2) from None
+    logging: Any = transformers_logging  # its functions have no types
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _kind_or_device(name: str | None) -> device.DeviceKind | str | None:
+    """A kind where `name` is one ("hip" is no torch device), else `name` for torch to judge."""
+    return device.DeviceKind(name) if name in [kind.value for kind in device.DeviceKind] else name
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("portakv")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(source tree)"
+    return {"portakv": own, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with null for what JSON has no number for: differences of logits that are NaN or infinite."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_header(where: str) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    _out.print(f"{versions} on {where}", markup=False, highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _results_table(results: list[Comparison]) -> Table:
+    """One column per model: there are more figures than models."""
+    table = _table("Generation through the pool, and through the model's own cache", "")
+    for r in results:
+        table.add_column(escape(r.name), justify="right", overflow="fold")
+    for label, cells in {
+        "identical tokens": ["yes" if r.tokens_identical else "[bold red]NO[/]" for r in results],
+        "largest logit difference": [f"{r.max_logit_diff:.1e}" for r in results],
+        "  of which rounding may be": [f"{r.logit_tolerance:.1e}" for r in results],
+        "layers, full + SWA": [f"{r.full_layers} + {r.swa_layers}" for r in results],
+        "batch × new tokens": [f"{r.batch} × {r.new_tokens}" for r in results],
+        "window, times passed": [f"{r.window or '–'}, {r.windows_passed:.1f}" for r in results],
+        "decode tokens/s, pool": [f"{r.tokens_per_s_pool:.1f}" for r in results],
+        "decode tokens/s, own cache": [f"{r.tokens_per_s_own:.1f}" for r in results],
+        "bytes held, pool": [f"{r.bytes_held_pool:,}" for r in results],
+        "bytes held, own cache": [f"{r.bytes_held_own:,}" for r in results],
+        "SWA slots held, at most": [f"{r.swa_slots_held}, {r.swa_slots_bound}" for r in results],
+    }.items():
+        table.add_row(label, *cells)
+    return table

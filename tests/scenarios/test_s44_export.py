@@ -1,0 +1,165 @@
+"""S44: every kind of pool goes to the host and back by the same calls; what was evicted stays gone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from portakv import LayerSpec, OutOfSlots, SlotOwnership
+
+FULL, SWA = LayerSpec(None, 2, 16, 24), LayerSpec(8, 1, 8)
+KINDS = {
+    "hybrid": ([FULL, SWA], {"swa_size": 32}),
+    "all full": ([FULL, FULL], {}),
+    "all swa": ([SWA, SWA], {"swa_size": 32}),
+    "one side": ([FULL, SWA], {}),
+    "several formats": ([FULL, SWA, LayerSpec(None, 1, 32), LayerSpec(4, 3, 8)], {"swa_size": 32}),
+    "aliases": ([FULL, SWA, LayerSpec(8, 1, 8, alias_of=1)], {"swa_size": 32}),
+    "fp8": ([FULL, SWA], {"swa_size": 32, "dtype": torch.float8_e5m2}),
+    "a draft": ([FULL, SWA], {"swa_size": 32, "slots_of": True}),
+}
+
+
+@pytest.fixture(params=[1, 4], ids="page{}".format)
+def page(request):
+    return request.param
+
+
+def build(make_pool, kind, page, **more):
+    layers, options = KINDS[kind]
+    options = options | more
+    if options.get("slots_of") is True:
+        options["slots_of"] = make_pool([FULL, SWA], size=64, swa_size=32, page_size=page)
+    return make_pool(layers, size=64, page_size=page, **options)
+
+
+def fill(pool, slots):
+    """Random rows at `slots`; returns what each layer reads there."""
+    write_loc = pool.plan_write(slots)
+    for layer, spec in enumerate(pool.layers):
+        if spec.alias_of is None:
+            k, v = (
+                torch.randn(len(slots), spec.num_kv_heads, dim, device=pool.device)
+                for dim in (spec.head_dim, spec.v_dim)
+            )
+            pool.set_kv_buffer(layer, write_loc, k, v)
+    return read(pool, slots)
+
+
+def read(pool, slots):
+    where = pool.plan_write(slots)
+    return [
+        [x.view(torch.uint8).cpu() for x in pool.gather_kv(layer, where)] for layer in range(len(pool.layers))
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(make_pool, kind, page):
+    pool = build(make_pool, kind, page)
+    slots = pool.allocator.alloc(16)
+    rows = fill(pool, slots)
+    dead = 8 if pool.has_swa else 0
+    pool.allocator.free_swa(slots[:dead])
+    copy = pool.copy_to_host(slots)
+    assert all(not x.is_cuda for x in copy.keys + copy.values)
+    pool.allocator.free(slots)
+    pool.allocator.alloc(12)  # so that the copy comes back to other slots
+
+    back = pool.load_from_host(copy)
+    assert back.tolist() != slots.tolist()
+    if pool.has_swa:
+        assert pool.allocator.is_live(back).tolist() == [False] * dead + [True] * (16 - dead)
+        assert pool.plan_write(back).swa_loc[:dead].tolist() == [0] * dead
+    for layer, (got, want) in enumerate(zip(read(pool, back), rows, strict=True)):
+        spec = pool.layers[layer]
+        start = dead if pool.has_swa and spec.window is not None else 0
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a[start:], b[start:])
+    pool.check_integrity()
+    assert not any(pool.faults().values())
+
+
+def test_a_sequence_that_begins_inside_a_page(make_pool, unchanged):
+    """A page is mapped whole: live tokens that begin inside one would revive dead ones over garbage."""
+    pool = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4)
+    slots = pool.allocator.alloc(16)
+    fill(pool, slots)
+    pool.allocator.free_swa(slots[:8])
+    copy = pool.copy_to_host(slots[6:])
+    assert copy.live.tolist() == [False] * 2 + [True] * 8
+    with unchanged(pool), pytest.raises(ValueError, match=r"copy: expected .* page"):
+        pool.load_from_host(copy)
+
+
+def test_a_copy_goes_to_pools_of_another_page_size(make_pool, unchanged):
+    """Tags say what the bytes mean; pages are the pool's own affair."""
+    source = make_pool([FULL, SWA], size=64, swa_size=32)
+    target = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4)
+    slots = source.allocator.alloc(16)
+    rows = fill(source, slots)
+    source.allocator.free_swa(slots[:4])
+    back = target.load_from_host(source.copy_to_host(slots))
+    for layer, dead in ((0, 0), (1, 4)):
+        for a, b in zip(read(target, back)[layer], rows[layer], strict=True):
+            assert torch.equal(a[dead:], b[dead:])
+    assert target.allocator.is_live(back).tolist() == [False] * 4 + [True] * 12
+
+    source.allocator.free_swa(slots[4:7])
+    copy = source.copy_to_host(slots)
+    with unchanged(target), pytest.raises(ValueError, match=r"copy: expected .* page"):
+        target.load_from_host(copy)
+
+
+@pytest.mark.parametrize("side", ["full", "swa"])
+def test_a_load_without_room_changes_nothing(make_pool, page, side, unchanged):
+    pool = build(make_pool, "hybrid", page)
+    slots = pool.allocator.alloc(16)
+    copy = pool.copy_to_host(slots)
+    pool.allocator.alloc(36, swa_tail=0) if side == "full" else pool.allocator.alloc(8)
+    with unchanged(pool), pytest.raises(OutOfSlots) as error:
+        pool.load_from_host(copy)
+    assert error.value.side == side
+    assert error.value.need == 16
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [FULL],
+        [SWA, FULL, FULL],
+        [FULL, LayerSpec(8, 1, 16)],
+        [LayerSpec(None, 2, 16), SWA],
+        [FULL, LayerSpec(None, 1, 8)],
+    ],
+    ids=["fewer", "more", "other dim", "other V dim", "other side"],
+)
+def test_a_copy_of_other_layers_is_refused(make_pool, layers, unchanged):
+    pool = build(make_pool, "hybrid", 1)
+    other = make_pool(layers, size=64, swa_size=32)
+    copy = other.copy_to_host(other.allocator.alloc(4))
+    with unchanged(pool), pytest.raises(ValueError, match=r"copy: expected layer groups .*, got"):
+        pool.load_from_host(copy)
+
+
+@pytest.mark.parametrize("slots", [[0], [-1], [40], [10**6], [1, 2, 3, 60]])
+def test_slots_that_are_not_handed_out_are_not_exported(make_pool, page, slots, unchanged):
+    pool = build(make_pool, "hybrid", page)
+    pool.allocator.alloc(16)
+    with unchanged(pool), pytest.raises(SlotOwnership, match="slots: expected handed-out slots, got"):
+        pool.copy_to_host(torch.tensor(slots))
+
+
+def test_exported_slots_are_those_of_the_side(make_pool):
+    """What goes on the wire for the SWA side is `plan_write`'s translation, in that group's range."""
+    pool = build(make_pool, "hybrid", 1)
+    pool.allocator.alloc(20, swa_tail=0)
+    write_loc = pool.plan_write(pool.allocator.alloc(8))
+    full, swa = pool.describe()
+    assert (full.side, swa.side) == ("full", "swa")
+    assert full.num_slots == 65
+    assert swa.num_slots == 33
+    assert int(write_loc.swa_loc.max()) < swa.num_slots <= int(write_loc.loc.max()) + 33
+    assert np.array_equal(
+        pool.allocator.mapping[write_loc.loc.cpu().numpy()], write_loc.swa_loc.cpu().numpy()
+    )

@@ -1,0 +1,1040 @@
+"""What bad input gets: an error with argument, expected and got, and not one byte or counter changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from portakv import (
+    DeviceUnavailable,
+    GraphWriteLoc,
+    HybridKVPool,
+    KVWriteLoc,
+    LayerSpec,
+    MissingSwaLoc,
+    NoKernel,
+    OutOfSlots,
+    PortaKVError,
+    SlotFault,
+    SlotOwnership,
+    StaleWriteLoc,
+    dispatch,
+)
+from portakv import device as devices
+from portakv.dispatch import TABLE
+
+PAGE, SIZE, SWA = 4, 32, 24
+ROWS = SIZE + PAGE
+H, D, DV, T = 2, 16, 24, 4
+LAYERS = [LayerSpec(None, H, D, DV), LayerSpec(8, H, D, DV), LayerSpec(8, H, D, DV, alias_of=1)]
+
+Bad = tuple[str, Callable[["World"], Any], type[Exception] | tuple[type[Exception], ...], str]
+
+
+@dataclasses.dataclass
+class World:
+    """A pool in use, and good arguments for each of its calls."""
+
+    pool: HybridKVPool
+    held: torch.Tensor  # 16 slots handed out, the first 4 without an SWA peer
+    freed: torch.Tensor  # 4 slots that went back
+    write_loc: KVWriteLoc
+    graph: GraphWriteLoc
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def store(self, layer: Any = 1, write_loc: Any = None, k: Any = None, v: Any = None) -> None:
+        given = (self.write_loc if write_loc is None else write_loc, self.k if k is None else k)
+        self.pool.set_kv_buffer(layer, *given, self.v if v is None else v)
+
+    def slots(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    def at(self, *values: int) -> KVWriteLoc:
+        loc = self.slots(*values).to(self.pool.device)
+        return KVWriteLoc(loc, loc)
+
+
+def rows_here() -> list[str]:
+    """The rows of the CPU column that can serve on this machine."""
+    chosen = dispatch.select("store_kv", devices.facts(torch.device("cpu")))
+    return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
+
+
+def make_world(device: torch.device, kernels: dict[str, str] | None, check: bool) -> World:
+    options = {
+        "size": SIZE,
+        "swa_size": SWA,
+        "page_size": PAGE,
+        "device": device,
+        "kernels": kernels,
+        "check": check,
+    }
+    pool = HybridKVPool(
+        LAYERS, dtype=torch.float8_e4m3fn, **options
+    )  # fp8: scales count, and bytes need care
+    freed, held = pool.allocator.alloc(T), pool.allocator.alloc(16)
+    k, v = (torch.randn(T, H, dim, device=pool.device) for dim in (D, DV))
+    write_loc, graph = pool.plan_write(held[8:12]), pool.graph_write_loc(8, int32_twin=True)
+    graph.fill(held[8:12])
+    for layer in (0, 1):
+        pool.set_scales(layer, 0.5, torch.tensor([2.0, 3.0]))
+        pool.set_kv_buffer(layer, write_loc, k, v)
+    pool.allocator.free(freed)
+    pool.allocator.free_swa(held[:4])
+    return World(pool, held, freed, write_loc, graph, k, v)
+
+
+@pytest.fixture(params=rows_here())
+def kernels(request: pytest.FixtureRequest, device: torch.device) -> dict[str, str] | None:
+    return dict.fromkeys(TABLE, request.param) if device.type == "cpu" else None
+
+
+@pytest.fixture
+def world(device: torch.device, kernels: dict[str, str] | None) -> World:
+    return make_world(device, kernels, check=False)
+
+
+@pytest.fixture
+def checked(device: torch.device, kernels: dict[str, str] | None) -> World:
+    return make_world(device, kernels, check=True)
+
+
+def snapshot(world: World) -> dict[str, Any]:
+    """Every byte and counter of the pool, and of the arguments that a call may not touch either."""
+    pool, pages = world.pool, world.pool.allocator._pages
+    tensors = {"faults": pool._faults, "full_to_swa": pool.full_to_swa, "k": world.k, "v": world.v}
+    for i, group in enumerate(pool.groups):
+        tensors |= {
+            f"k_caches {i}": group.k_caches,
+            f"v_caches {i}": group.v_caches,
+            f"scales {i}": group.scales,
+        }
+    locations = {"write_loc": world.write_loc, "graph": world.graph, "int32": world.graph.int32}
+    for name, at in locations.items():
+        tensors |= {f"{name}.loc": at.loc, f"{name}.swa_loc": at.swa_loc}
+    arrays = {"mapping": pool.allocator.mapping, "fill": pages.fill}
+    arrays |= {"full.stack": pages.full.stack, "swa.stack": pages.swa.stack}
+    return {
+        **{name: (x.data_ptr(), x.cpu().view(torch.uint8).numpy().tobytes()) for name, x in tensors.items()},
+        **{name: (x.ctypes.data, x.tobytes()) for name, x in arrays.items()},
+        "tops": (pages.full.top, pages.swa.top),
+        "queue": pages.queue,
+        "check": pool.check,
+    }
+
+
+def assert_refused(world: World, call: Callable[[World], Any], error: Any, fragment: str) -> None:
+    before = snapshot(world)
+    with pytest.raises(error, match=fragment):
+        call(world)
+    after = snapshot(world)
+    assert [name for name in before if before[name] != after[name]] == []
+    world.pool.check_integrity()
+
+
+STORES: list[Bad] = [
+    ("k is a list", lambda w: w.store(k=[1.0]), TypeError, "k: expected a tensor, got list"),
+    (
+        "v is None",
+        lambda w: w.pool.set_kv_buffer(1, w.write_loc, w.k, None),
+        TypeError,
+        "v: expected a tensor, got None",
+    ),
+    (
+        "k of float64",
+        lambda w: w.store(k=w.k.double()),
+        TypeError,
+        "k: expected a dtype of .*got torch.float64",
+    ),
+    (
+        "k and v of int32",
+        lambda w: w.store(k=w.k.int(), v=w.v.int()),
+        TypeError,
+        "k: expected a dtype of .*got torch.int32",
+    ),
+    (
+        "k and v of uint8",
+        lambda w: w.store(k=w.k.byte(), v=w.v.byte()),
+        TypeError,
+        "k: expected a dtype of .*got torch.uint8",
+    ),
+    (
+        "v of another dtype",
+        lambda w: w.store(v=w.v.half()),
+        TypeError,
+        "v: expected torch.float32 as k, got torch.float16",
+    ),
+    (
+        "k of another dialect",
+        lambda w: w.store(k=w.k.to(torch.float8_e5m2)),
+        TypeError,
+        "k: .*got torch.float8_e5m2",
+    ),
+    (
+        "too few rows",
+        lambda w: w.store(k=w.k[:3]),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(3, 2, 16\)",
+    ),
+    (
+        "too many rows",
+        lambda w: w.store(v=torch.cat((w.v, w.v))),
+        ValueError,
+        r"v: expected shape \(4, 2, 24\), got \(8, 2, 24\)",
+    ),
+    (
+        "other head count",
+        lambda w: w.store(k=w.k[:, :1]),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(4, 1, 16\)",
+    ),
+    (
+        "other head dim",
+        lambda w: w.store(k=w.k[..., :8]),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(4, 2, 8\)",
+    ),
+    (
+        "k and v swapped",
+        lambda w: w.store(k=w.v, v=w.k),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(4, 2, 24\)",
+    ),
+    (
+        "flattened rows",
+        lambda w: w.store(k=w.k.flatten(1)),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(4, 32\)",
+    ),
+    (
+        "a batch axis",
+        lambda w: w.store(k=w.k[None]),
+        ValueError,
+        r"k: expected shape \(4, 2, 16\), got \(1, 4, 2, 16\)",
+    ),
+    ("a scalar", lambda w: w.store(k=w.k[0, 0, 0]), ValueError, r"k: expected shape \(4, 2, 16\), got \(\)"),
+    ("k on meta", lambda w: w.store(k=w.k.to("meta")), ValueError, "k: expected a tensor on .*, got meta"),
+    ("v on meta", lambda w: w.store(v=w.v.to("meta")), ValueError, "v: expected a tensor on .*, got meta"),
+    (
+        "sparse k",
+        lambda w: w.store(k=w.k.repeat_interleave(2, 2)[..., ::2]),
+        ValueError,
+        "k: expected a dense last axis, got strides",
+    ),
+    (
+        "expanded v",
+        lambda w: w.store(v=w.v[..., :1].expand(T, H, DV)),
+        ValueError,
+        "v: expected a dense last axis, got strides",
+    ),
+    (
+        "slots on meta",
+        lambda w: w.store(write_loc=KVWriteLoc(*[w.write_loc.loc.to("meta")] * 2)),
+        ValueError,
+        "write_loc: expected slots on .*, got meta",
+    ),
+    (
+        "a tensor of slots",
+        lambda w: w.store(write_loc=w.write_loc.loc),
+        TypeError,
+        "write_loc: expected a KVWriteLoc or GraphWriteLoc, got Tensor",
+    ),
+    (
+        "no locations",
+        lambda w: w.pool.set_kv_buffer(1, None, w.k, w.v),
+        TypeError,
+        "write_loc: expected a KVWriteLoc or GraphWriteLoc, got None",
+    ),
+    (
+        "no swa_loc",
+        lambda w: w.store(write_loc=KVWriteLoc(w.write_loc.loc)),
+        MissingSwaLoc,
+        "layer 1 has a sliding window and needs swa_loc, got None",
+    ),
+    (
+        "a plan of fewer tokens",
+        lambda w: w.store(write_loc=w.write_loc[:2]),
+        ValueError,
+        r"k: expected shape \(2, 2, 16\), got \(4, 2, 16\)",
+    ),
+    (
+        "a captured plan of more",
+        lambda w: w.store(write_loc=w.graph),
+        ValueError,
+        r"k: expected shape \(8, 2, 16\), got \(4, 2, 16\)",
+    ),
+]
+
+LAYER_IDS: list[Any] = [-1, 3, 10**9, "1", 1.5, None, True, (1,), [1], torch.tensor(1)]
+
+LOCATIONS: list[Bad] = [
+    (
+        "plan of a list",
+        lambda w: w.pool.plan_write([1, 2]),
+        TypeError,
+        "loc: expected an int32 or int64 tensor, got list",
+    ),
+    (
+        "plan of floats",
+        lambda w: w.pool.plan_write(torch.ones(2)),
+        TypeError,
+        "loc: expected an int32 or int64 tensor, got torch.float32",
+    ),
+    ("plan of int16", lambda w: w.pool.plan_write(w.held.short()), TypeError, "loc: .*got torch.int16"),
+    ("plan of bool", lambda w: w.pool.plan_write(w.held.bool()), TypeError, "loc: .*got torch.bool"),
+    (
+        "plan of 2-D slots",
+        lambda w: w.pool.plan_write(w.held.reshape(4, 4)),
+        ValueError,
+        r"loc: expected 1-D slots, got shape \(4, 4\)",
+    ),
+    (
+        "plan of a 0-d slot",
+        lambda w: w.pool.plan_write(w.held[0]),
+        ValueError,
+        r"loc: expected 1-D slots, got shape \(\)",
+    ),
+    (
+        "plan on meta",
+        lambda w: w.pool.plan_write(w.held.to("meta")),
+        ValueError,
+        "loc: expected .*, got meta",
+    ),
+    (
+        "plan as int16",
+        lambda w: w.pool.plan_write(w.held, torch.int16),
+        TypeError,
+        "index_dtype: expected torch.int32 or torch.int64, got torch.int16",
+    ),
+    (
+        "plan as 'int32'",
+        lambda w: w.pool.plan_write(w.held, "int32"),
+        TypeError,
+        "index_dtype: expected .*, got int32",
+    ),
+    (
+        "fill with floats",
+        lambda w: w.graph.fill(torch.ones(2)),
+        TypeError,
+        "loc: expected an int32 or int64 tensor",
+    ),
+    (
+        "fill with too many",
+        lambda w: w.graph.fill(w.held),
+        ValueError,
+        "loc: expected at most 8 slots, got 16",
+    ),
+    (
+        "fill with 2-D slots",
+        lambda w: w.graph.fill(w.held[:4].reshape(2, 2)),
+        ValueError,
+        "loc: expected 1-D slots",
+    ),
+    (
+        "fill from meta",
+        lambda w: w.graph.fill(w.held[:4].to("meta")),
+        ValueError,
+        "loc: expected .*, got meta",
+    ),
+    (
+        "0 captured tokens",
+        lambda w: w.pool.graph_write_loc(0),
+        ValueError,
+        "max_tokens: expected a positive int, got 0",
+    ),
+    (
+        "-1 captured tokens",
+        lambda w: w.pool.graph_write_loc(-1),
+        ValueError,
+        "max_tokens: expected a positive int, got -1",
+    ),
+    (
+        "True captured tokens",
+        lambda w: w.pool.graph_write_loc(True),
+        TypeError,
+        "max_tokens: expected a positive int, got True",
+    ),
+    (
+        "locations of floats",
+        lambda w: KVWriteLoc(torch.ones(2)),
+        TypeError,
+        "loc: expected an int32 or int64 tensor",
+    ),
+    (
+        "locations of 2-D slots",
+        lambda w: KVWriteLoc(w.held.reshape(4, 4)),
+        ValueError,
+        "loc: expected 1-D slots",
+    ),
+    (
+        "swa_loc of floats",
+        lambda w: KVWriteLoc(w.held, torch.ones(16)),
+        TypeError,
+        "swa_loc: expected an int32 or int64 tensor",
+    ),
+    (
+        "swa_loc too short",
+        lambda w: KVWriteLoc(w.held, w.held[:15]),
+        ValueError,
+        "swa_loc: expected at least 16 slots, got 15",
+    ),
+    (
+        "swa_loc elsewhere",
+        lambda w: KVWriteLoc(w.held, w.held.to("meta")),
+        ValueError,
+        "swa_loc: expected a tensor on cpu, got meta",
+    ),
+    ("one location", lambda w: w.write_loc[0], TypeError, "tokens: expected a slice, got 0"),
+    (
+        "a cast of a tensor",
+        lambda w: w.pool.cast_write_loc(w.held),
+        TypeError,
+        "write_loc: expected a KVWriteLoc or GraphWriteLoc, got Tensor",
+    ),
+]
+
+READS: list[Bad] = [
+    (
+        "gather into a list",
+        lambda w: w.pool.gather_kv(1, w.write_loc, [1]),
+        TypeError,
+        "k_out: expected a tensor, got list",
+    ),
+    (
+        "gather into int8",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k.char(), w.v.char()),
+        TypeError,
+        "k_out: expected a dtype of .*got torch.int8",
+    ),
+    (
+        "gather as float64",
+        lambda w: w.pool.gather_kv(1, w.write_loc, dtype=torch.float64),
+        TypeError,
+        "dtype: expected one of .*got torch.float64",
+    ),
+    (
+        "gather as another dtype than the output's",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k, w.v, dtype=torch.float16),
+        TypeError,
+        "k_out: expected a dtype of .*float16.*got torch.float32",
+    ),
+    (
+        "gather into unlike outputs",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k, w.v.half()),
+        TypeError,
+        "v_out: expected torch.float32 as k_out, got torch.float16",
+    ),
+    (
+        "gather into fewer rows",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k[:2], w.v),
+        ValueError,
+        r"k_out: expected shape \(4, 2, 16\), got \(2, 2, 16\)",
+    ),
+    (
+        "gather to meta",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k.to("meta"), w.v),
+        ValueError,
+        "k_out: expected a tensor on .*, got meta",
+    ),
+    (
+        "gather without swa_loc",
+        lambda w: w.pool.gather_kv(2, KVWriteLoc(w.write_loc.loc)),
+        MissingSwaLoc,
+        "layer 2 has a sliding window",
+    ),
+    (
+        "gather at a tensor",
+        lambda w: w.pool.gather_kv(1, w.write_loc.loc),
+        TypeError,
+        "locations: expected a KVWriteLoc or GraphWriteLoc, got Tensor",
+    ),
+    (
+        "a view of another dtype",
+        lambda w: w.pool.get_kv_buffer(0, torch.float8_e4m3fnuz),
+        TypeError,
+        "dtype: expected the pool's torch.float8_e4m3fn, got torch.float8_e4m3fnuz",
+    ),
+    (
+        "move of unlike lengths",
+        lambda w: w.pool.move_kv_cache(w.held[:4], w.held[:3]),
+        ValueError,
+        "src: expected 4 slots as in tgt, got 3",
+    ),
+    (
+        "move of foreign slots and unlike lengths",
+        lambda w: w.pool.move_kv_cache(w.slots(ROWS, ROWS), w.slots(4)),
+        ValueError,
+        "src: expected 2 slots as in tgt, got 1",
+    ),
+    (
+        "move of a list",
+        lambda w: w.pool.move_kv_cache([4], [5]),
+        TypeError,
+        "tgt: expected an int32 or int64 tensor, got list",
+    ),
+    (
+        "move from 2-D slots",
+        lambda w: w.pool.move_kv_cache(w.held[:4], w.held[:4].reshape(2, 2)),
+        ValueError,
+        "src: expected 1-D slots",
+    ),
+    (
+        "host copy of freed slots",
+        lambda w: w.pool.copy_to_host(w.freed),
+        SlotOwnership,
+        "slots: expected handed-out slots, got 4: its page is free",
+    ),
+    (
+        "load of nothing",
+        lambda w: w.pool.load_from_host(None),
+        TypeError,
+        "copy: expected a HostCopy, got None",
+    ),
+]
+
+SCALES: list[Bad] = [
+    (
+        f"{which} of {scale}",
+        lambda w, which=which, scale=scale: w.pool.set_scales(1, **{which: scale}),
+        ValueError,
+        f"{which}: expected finite positive scales .*got",
+    )
+    for which in ("k_scale", "v_scale")
+    for scale in (
+        0,
+        0.0,
+        -0.5,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        1e-42,
+        1e39,
+        torch.tensor([1.0, 0.0]),
+    )
+] + [
+    (
+        "three scales for two heads",
+        lambda w: w.pool.set_scales(1, torch.ones(3)),
+        ValueError,
+        "k_scale: expected 1 value or 2, one per KV head, got 3",
+    ),
+    (
+        "good K and bad V",
+        lambda w: w.pool.set_scales(1, 7.0, 0.0),
+        ValueError,
+        "v_scale: expected finite positive scales",
+    ),
+    (
+        "scales of an alias",
+        lambda w: w.pool.set_scales(2, 1.0),
+        ValueError,
+        "layer_id: .*got 2, which reads layer 1's",
+    ),
+]
+
+SLOTS: list[Bad] = [
+    ("alloc of -1", lambda w: w.pool.allocator.alloc(-1), ValueError, "n: expected at least 0, got -1"),
+    ("alloc of 1.5", lambda w: w.pool.allocator.alloc(1.5), TypeError, "n: expected an int, got float"),
+    ("alloc of True", lambda w: w.pool.allocator.alloc(True), TypeError, "n: expected an int, got bool"),
+    (
+        "alloc with a tail of -1",
+        lambda w: w.pool.allocator.alloc(4, swa_tail=-1),
+        ValueError,
+        "swa_tail: expected at least 0, got -1",
+    ),
+    (
+        "alloc past the full side",
+        lambda w: w.pool.allocator.alloc(17, swa_tail=0),
+        OutOfSlots,
+        r"full side: need 20 slots, 16 free \(4 short\)",
+    ),
+    (
+        "alloc past the SWA side",
+        lambda w: w.pool.allocator.alloc(16),
+        OutOfSlots,
+        r"swa side: need 16 slots, 12 free \(4 short\)",
+    ),
+    (
+        "extend past the SWA side",
+        lambda w: w.pool.allocator.alloc_extend([0, 0], [8, 8], [-1, -1]),
+        OutOfSlots,
+        "swa side: need 16 slots, 12 free",
+    ),
+    (
+        "extend to fewer tokens",
+        lambda w: w.pool.allocator.alloc_extend([4], [3], w.held[3:4]),
+        ValueError,
+        r"seq_lens\[0\]: expected at least the prefix, got 3",
+    ),
+    (
+        "extend by unlike batches",
+        lambda w: w.pool.allocator.alloc_extend([0], [3, 4], [-1]),
+        ValueError,
+        "prefix_lens, seq_lens, last_loc: expected equal lengths, got 1, 2, 1",
+    ),
+    (
+        "extend a freed slot",
+        lambda w: w.pool.allocator.alloc_extend([4], [5], w.freed[-1:]),
+        SlotOwnership,
+        r"last_loc\[0\]: expected the last slot handed out to 4 tokens, got 7",
+    ),
+    (
+        "extend from the middle",
+        lambda w: w.pool.allocator.alloc_extend([3], [4], w.held[2:3]),
+        SlotOwnership,
+        r"last_loc\[0\]",
+    ),
+    (
+        "decode to 0 tokens",
+        lambda w: w.pool.allocator.alloc_decode([0], [-1]),
+        ValueError,
+        r"seq_lens\[0\]: expected lengths of at least 1, got 0",
+    ),
+    (
+        "decode of floats",
+        lambda w: w.pool.allocator.alloc_decode([1.0], [-1]),
+        TypeError,
+        "seq_lens: expected integers, got float64",
+    ),
+    (
+        "free twice",
+        lambda w: w.pool.allocator.free(w.freed),
+        SlotOwnership,
+        "got 4: its page is free: freed already, or never handed out",
+    ),
+    (
+        "free what was never handed out",
+        lambda w: w.pool.allocator.free(w.slots(24, 25, 26, 27)),
+        SlotOwnership,
+        "got 24: its page is free",
+    ),
+    (
+        "free good and bad",
+        lambda w: w.pool.allocator.free(torch.cat((w.held, w.freed))),
+        SlotOwnership,
+        "got 4: its page is free",
+    ),
+    ("free PAD", lambda w: w.pool.allocator.free(w.slots(0)), SlotOwnership, "got 0: reserved"),
+    ("free a reserved slot", lambda w: w.pool.allocator.free(w.slots(3)), SlotOwnership, "got 3: reserved"),
+    (
+        "free a negative slot",
+        lambda w: w.pool.allocator.free(w.slots(-1)),
+        SlotOwnership,
+        "got -1: out of range",
+    ),
+    (
+        "free past the last row",
+        lambda w: w.pool.allocator.free(w.slots(ROWS)),
+        SlotOwnership,
+        "got 36: out of range, the pool has 36 rows",
+    ),
+    ("free far out of range", lambda w: w.pool.allocator.free(w.slots(2**62)), SlotOwnership, "out of range"),
+    (
+        "free part of a page",
+        lambda w: w.pool.allocator.free(w.held[4:6]),
+        SlotOwnership,
+        "got part of a page at slot 12: 2 of 4 slots",
+    ),
+    (
+        "free floats",
+        lambda w: w.pool.allocator.free(torch.ones(4)),
+        TypeError,
+        "slots: expected integers, got float32",
+    ),
+    (
+        "free 2-D slots",
+        lambda w: w.pool.allocator.free(w.held.reshape(4, 4)),
+        ValueError,
+        r"slots: expected 1 dimensions, got shape \(4, 4\)",
+    ),
+    (
+        "free SWA peers twice over",
+        lambda w: w.pool.allocator.free_swa(w.freed),
+        SlotOwnership,
+        "got 4: its page is free",
+    ),
+    (
+        "free SWA peers of part of a page",
+        lambda w: w.pool.allocator.free_swa(w.held[:1]),
+        SlotOwnership,
+        "part of a page at slot 8: 1 of 4",
+    ),
+    (
+        "free unaligned segments",
+        lambda w: w.pool.allocator.free_segments([9], [4]),
+        ValueError,
+        r"starts\[0\]: expected multiples of 4, got 9",
+    ),
+    (
+        "free segments of part of a page",
+        lambda w: w.pool.allocator.free_segments([8], [3]),
+        ValueError,
+        r"lengths\[0\]: expected multiples of 4 from 0 to 32, got 3",
+    ),
+    (
+        "free a segment of free pages",
+        lambda w: w.pool.allocator.free_segments([8], [20]),
+        SlotOwnership,
+        "got 24: its page is free",
+    ),
+    (
+        "free an endless segment",
+        lambda w: w.pool.allocator.free_segments([8], [2**40]),
+        ValueError,
+        r"lengths\[0\]: expected multiples of 4 from 0 to 32",
+    ),
+    (
+        "rewind from the middle",
+        lambda w: w.pool.allocator.rewind(w.held[5:7]),
+        SlotOwnership,
+        "the last slots handed out of each page",
+    ),
+    (
+        "rewind freed slots",
+        lambda w: w.pool.allocator.rewind(w.freed),
+        SlotOwnership,
+        "got 4: its page is free",
+    ),
+    (
+        "restore freed slots",
+        lambda w: w.pool.allocator.restore_swa(w.freed),
+        SlotOwnership,
+        "got 4: its page is free",
+    ),
+    (
+        "evict beyond the table",
+        lambda w: w.pool.allocator.evict_swa(w.held[None], [0], [0], [17]),
+        ValueError,
+        r"next_query\[0\]: expected 0 to 16, got 17",
+    ),
+    (
+        "evict of another row",
+        lambda w: w.pool.allocator.evict_swa(w.held[None], [1], [0], [16]),
+        ValueError,
+        r"rows\[0\]: expected 0 to 0, got 1",
+    ),
+    (
+        "evict from a negative cursor",
+        lambda w: w.pool.allocator.evict_swa(w.held[None], [0], [-4], [16]),
+        ValueError,
+        r"evicted\[0\]",
+    ),
+    (
+        "evict of freed slots",
+        lambda w: w.pool.allocator.evict_swa(w.freed.repeat(4)[None], [0], [0], [16]),
+        SlotOwnership,
+        "got 4: its page is free",
+    ),
+    (
+        "room on a third side",
+        lambda w: w.pool.allocator.available("both"),
+        ValueError,
+        'side: expected "full" or "swa", got \'both\'',
+    ),
+    (
+        "reuse in a window of 0",
+        lambda w: w.pool.allocator.reusable_prefix(w.held, window=0),
+        ValueError,
+        "window: expected at least 1, got 0",
+    ),
+]
+
+CHECKED: list[Bad] = [
+    (
+        "a slot past the last row",
+        lambda w: w.store(0, w.at(8, 9, 10, ROWS)),
+        SlotFault,
+        r"loc\[3\]: expected a slot below 36, got 36",
+    ),
+    (
+        "an SWA slot past the last row",
+        lambda w: w.store(1, KVWriteLoc(w.write_loc.loc, w.at(4, 5, 6, SWA + PAGE).loc)),
+        SlotFault,
+        r"swa_loc\[3\]: expected a slot below 28, got 28",
+    ),
+    (
+        "a slot twice",
+        lambda w: w.store(0, w.at(8, 9, 8, -1)),
+        SlotFault,
+        "loc: expected each slot once, got slot 8 twice",
+    ),
+    (
+        "an SWA slot twice",
+        lambda w: w.store(1, KVWriteLoc(w.write_loc.loc, w.at(8, 9, 8, 10).loc)),
+        SlotFault,
+        "swa_loc: expected each slot once, got slot 8 twice",
+    ),
+    (
+        "a stale location",
+        lambda w: w.store(1, KVWriteLoc(w.write_loc.loc, w.write_loc.swa_loc.flip(0))),
+        StaleWriteLoc,
+        r"write_loc\[0\]: slot 16 was translated to",
+    ),
+    (
+        "a plan past the last row",
+        lambda w: w.pool.plan_write(w.slots(8, ROWS)),
+        SlotFault,
+        r"loc\[1\]: expected a slot below 36, got 36",
+    ),
+    (
+        "a fill past the last row",
+        lambda w: w.graph.fill(w.slots(8, 2**40)),
+        SlotFault,
+        r"loc\[1\]: expected a slot below 36, got 1099511627776",
+    ),
+    (
+        "a gather past the last row",
+        lambda w: w.pool.gather_kv(0, w.at(8, 9, 10, ROWS), w.k, w.v),
+        SlotFault,
+        r"\[3\]: expected a slot below 36, got 36",
+    ),
+    (
+        "a move to one slot twice",
+        lambda w: w.pool.move_kv_cache(w.slots(8, 8), w.slots(9, 10)),
+        SlotFault,
+        "tgt: expected each slot once, got slot 8 twice",
+    ),
+    (
+        "a move past the last row",
+        lambda w: w.pool.move_kv_cache(w.slots(8, 9), w.slots(10, ROWS)),
+        SlotFault,
+        r"\[1\]: expected a slot below 36, got 36",
+    ),
+]
+
+
+def table(rows: list[Bad]) -> Any:
+    assert len({row[0] for row in rows}) == len(rows)
+    return pytest.mark.parametrize(
+        ("call", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in rows]
+    )
+
+
+@table(STORES)
+def test_stores(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+@table(LOCATIONS)
+def test_locations(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+@table(READS)
+def test_reads_and_moves(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+@table(SCALES)
+def test_scales(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+@table(SLOTS)
+def test_slots(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+@table(STORES + READS + CHECKED)
+def test_checked_mode(checked, call, error, fragment):
+    assert_refused(checked, call, error, fragment)
+
+
+@pytest.mark.parametrize("layer", LAYER_IDS, ids=repr)
+def test_layer_ids(world, layer):
+    calls = {
+        "store": lambda w: w.store(layer),
+        "gather": lambda w: w.pool.gather_kv(layer, w.write_loc),
+        "buffer": lambda w: w.pool.get_kv_buffer(layer),
+        "scales": lambda w: w.pool.set_scales(layer, 9.0, 9.0),
+    }
+    for call in calls.values():
+        assert_refused(world, call, (ValueError, TypeError), "layer_id: expected 0 to 2, got")
+
+
+def test_a_store_to_an_alias(world):
+    assert_refused(world, lambda w: w.store(2), ValueError, "layer_id: .*got 2, which reads layer 1's")
+
+
+def test_errors_are_of_the_classes_that_schedulers_catch():
+    assert issubclass(SlotOwnership, ValueError)
+    assert issubclass(DeviceUnavailable, RuntimeError)
+    for kind in (
+        OutOfSlots,
+        SlotOwnership,
+        SlotFault,
+        MissingSwaLoc,
+        StaleWriteLoc,
+        NoKernel,
+        DeviceUnavailable,
+    ):
+        assert issubclass(kind, PortaKVError)
+
+
+def test_nested_groups_of_frees(world):
+    with world.pool.allocator.group_frees():
+
+        def nest(w):
+            with w.pool.allocator.group_frees():
+                raise AssertionError("entered")
+
+        assert_refused(world, nest, PortaKVError, "group_frees: expected no open group")
+
+
+def test_short_side_in_numbers(world):
+    with pytest.raises(OutOfSlots) as caught:
+        world.pool.allocator.alloc(16)
+    assert (caught.value.side, caught.value.need, caught.value.free, caught.value.short) == ("swa", 16, 12, 4)
+
+
+GOOD = {"layers": LAYERS, "size": SIZE, "swa_size": SWA, "page_size": PAGE, "device": "cpu"}
+
+CONSTRUCTION: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("no layers", {"layers": []}, ValueError, "layers: expected at least one LayerSpec, got none"),
+    (
+        "layers of another type",
+        {"layers": [LAYERS[0], 3]},
+        TypeError,
+        r"layers\[1\]: expected a LayerSpec, got 3",
+    ),
+    ("one layer", {"layers": LAYERS[0]}, TypeError, "layers: expected"),
+    *(
+        (f"{name} {value!r}", {name: value}, (ValueError, TypeError), f"{name}: expected .*, got")
+        for name in ("size", "swa_size", "page_size")
+        for value in (0, -1, True, 1.5, "8", torch.tensor(8.5))
+    ),
+    ("size below a page", {"size": 3}, ValueError, "size: expected at least .*, got 3"),
+    ("swa_size below a page", {"swa_size": 3}, ValueError, "swa_size: expected at least .*, got 3"),
+    ("swa_size below a request", {"swa_size": 8}, ValueError, "swa_size: expected at least 12 .*got 8"),
+    (
+        "an integer dtype",
+        {"dtype": torch.int8},
+        TypeError,
+        "dtype: expected 'fp8' or one of .*, got torch.int8",
+    ),
+    ("float64", {"dtype": torch.float64}, TypeError, "dtype: expected 'fp8' or one of .*, got torch.float64"),
+    ("an unknown dtype", {"dtype": "fp9"}, TypeError, "dtype: expected 'fp8' or one of .*, got 'fp9'"),
+    ("no dtype", {"dtype": None}, TypeError, "dtype: expected 'fp8' or one of .*, got None"),
+    (
+        "an unknown device",
+        {"device": "warp"},
+        ValueError,
+        "device: expected a torch device or a DeviceKind, got 'warp'",
+    ),
+    ("a device of no kind", {"device": devices.DeviceKind.OTHER}, ValueError, "device: expected a kind"),
+    ("a device that is missing", {"device": "cuda:99"}, DeviceUnavailable, "cuda:99: .+"),
+    (
+        "an unknown op",
+        {"kernels": {"sort_kv": "native"}},
+        ValueError,
+        "kernels: expected op=row with an op of .*, got 'sort_kv=native'",
+    ),
+    (
+        "an unknown kernel",
+        {"kernels": {"store_kv": "warp"}},
+        ValueError,
+        "kernels: expected a row of store_kv among .*, got 'warp'",
+    ),
+    (
+        "a kernel of another device",
+        {"kernels": {"store_kv": "triton"}},
+        NoKernel,
+        "no kernel for store_kv on cpu",
+    ),
+    ("kernels as text", {"kernels": "store_kv=native"}, TypeError, "kernels: expected a mapping .*, got"),
+    (
+        "strict without a kernel",
+        {"device": "meta", "strict": True},
+        NoKernel,
+        "strict: an automatic choice may not end at the reference",
+    ),
+    ("check of another type", {"check": "yes"}, TypeError, "check: expected .*, got 'yes'"),
+    ("slots of no pool", {"slots_of": 3}, TypeError, "slots_of: expected a HybridKVPool, got 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in CONSTRUCTION]
+)
+def test_construction(options, error, fragment):
+    options = GOOD | options
+    with pytest.raises(error, match=fragment):
+        HybridKVPool(options.pop("layers"), **options)
+
+
+@pytest.mark.parametrize("name", ["window", "num_kv_heads", "head_dim", "v_head_dim"])
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"], ids=repr)
+def test_layer_specs(name, value):
+    sizes = {"window": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16} | {name: value}
+    with pytest.raises((ValueError, TypeError), match=f"{name}: expected a positive int, got {value!r}"):
+        LayerSpec(**sizes)
+
+
+ENVIRONMENT = [
+    ("PORTAKV_CHECK", "2", ValueError, "PORTAKV_CHECK: expected 0 or 1, got '2'"),
+    ("PORTAKV_CHECK", "true", ValueError, "PORTAKV_CHECK: expected 0 or 1, got 'true'"),
+    ("PORTAKV_KERNELS", "store_kv", ValueError, "a row of store_kv among .*, got ''"),
+    ("PORTAKV_KERNELS", "sort_kv=native", ValueError, "an op of .*, got 'sort_kv=native'"),
+    ("PORTAKV_KERNELS", "store_kv=warp", ValueError, "a row of store_kv among .*, got 'warp'"),
+    ("PORTAKV_KERNELS", "gather_kv=reference,store_kv=triton", NoKernel, "no kernel for store_kv on cpu"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "fragment"), ENVIRONMENT)
+def test_environment(monkeypatch, name, value, error, fragment):
+    monkeypatch.setenv(name, value)
+    options = dict(GOOD)
+    with pytest.raises(error, match=fragment):
+        HybridKVPool(options.pop("layers"), **options)
+
+
+@pytest.mark.parametrize("value", ["gpu", "", "cuda:0", "CPU", "other"])
+def test_the_device_variable(value):
+    """What the import does with `PORTAKV_DEVICE`; scenario 48 does it in a fresh process."""
+    with pytest.raises(
+        ValueError, match=r"PORTAKV_DEVICE: expected one of \['cuda', 'hip', 'xpu', 'cpu'\], got '"
+    ):
+        devices.choose(value)
+
+
+def test_good_values_of_the_variables(monkeypatch):
+    monkeypatch.setenv("PORTAKV_CHECK", "1")
+    monkeypatch.setenv("PORTAKV_KERNELS", " store_kv=reference , ")
+    options = dict(GOOD)
+    pool = HybridKVPool(options.pop("layers"), **options)
+    assert pool.check
+    assert pool.kernels["store_kv"] == "reference"
+    assert not HybridKVPool(LAYERS, **options, check=False).check
+
+
+@pytest.mark.parametrize(
+    "part", ["faults", "full_to_swa", "k_caches 1", "v_caches 0", "scales 1", "full.stack", "fill", "tops"]
+)
+def test_the_comparison_sees_one_changed_byte(device, part):
+    """A refusal that did change something must fail `assert_refused`."""
+    world = make_world(device, None, check=False)
+
+    def sabotage(w):
+        pool, pages = w.pool, w.pool.allocator._pages
+        targets = {"faults": pool._faults, "full_to_swa": pool.full_to_swa, "full.stack": pages.full.stack}
+        targets |= {
+            "k_caches 1": pool.groups[1].k_caches.view(torch.uint8),
+            "v_caches 0": pool.groups[0].v_caches.view(torch.uint8),
+        }
+        targets |= {"scales 1": pool.groups[1].scales, "fill": pages.fill}
+        if part == "tops":
+            pages.swa.top -= 1
+        else:
+            target = targets[part]
+            flat = target.reshape(-1) if isinstance(target, np.ndarray) else target.view(-1)
+            flat[len(flat) // 2] += 1
+        raise ValueError("refused")
+
+    with pytest.raises(AssertionError):
+        assert_refused(world, sabotage, ValueError, "refused")

@@ -1,0 +1,337 @@
+"""What is particular to the C++ kernels: instruction sets, tensor access, threads, refusals, the build.
+
+That every op matches the reference on shared inputs is tested for all rows of the table elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from portakv.formats import FAULT_KINDS, FP8_DIALECTS, KVFormat
+from portakv.kernels import cpu_amx, reference
+
+if problem := cpu_amx.build_problem():
+    pytest.fail(problem, pytrace=False)
+
+from portakv.kernels.cpu_amx import _native
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SCALES = (1.0, 0.37, 1 / 448, 3000.0, 2.0**-20)
+
+
+def faults() -> torch.Tensor:
+    return torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
+
+
+def canary(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a byte pattern that no test expects."""
+    return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def every_half(dtype: torch.dtype) -> torch.Tensor:
+    """All 65,536 codes of a 16-bit dtype, as [256, 4, 64]."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).view(256, 4, 64)
+
+
+def float32_edges() -> torch.Tensor:
+    """Every exponent and sign with mantissas about each tie of the narrower formats, as [n, 4, 64]."""
+    ties = [(1 << b) + d for b in range(12, 23) for d in (-1, 0, 1)]
+    mantissas = torch.tensor(sorted({0, 1, 0x7FFFFF, *ties, *(0x7FFFFF & (3 * t) for t in ties)}))
+    bits = (torch.arange(512)[:, None] << 23 | mantissas).flatten()
+    bits = torch.cat([bits, bits[: -len(bits) % 256]])
+    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32).view(-1, 4, 64)
+
+
+SOURCES: dict[torch.dtype, Callable[[], torch.Tensor]] = {
+    torch.float16: lambda: every_half(torch.float16),
+    torch.bfloat16: lambda: every_half(torch.bfloat16),
+    torch.float32: float32_edges,
+}
+
+
+@pytest.fixture(params=_native.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = _native.isa()
+    _native.set_isa(request.param)
+    yield request.param
+    _native.set_isa(best)
+
+
+@pytest.fixture(params=(True, False), ids=("exchange", "attributes"))
+def reader(request: pytest.FixtureRequest) -> Iterator[None]:
+    if _native.use_exchange_api(request.param) != request.param:
+        pytest.skip("this torch has no DLPack exchange API")
+    yield
+    _native.use_exchange_api(True)
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8_DIALECTS], ids=str)
+def test_store_converts_every_input(isa: str, source: torch.dtype, dtype: torch.dtype) -> None:
+    x = SOURCES[source]()
+    tokens, heads, dim = x.shape
+    fmt = KVFormat(heads, dim, dim, dtype)
+    loc = torch.arange(tokens) + 1
+    for scale in SCALES if dtype in FP8_DIALECTS else (1.0,):
+        inv = torch.tensor([1.0, 0.7, 2.0, 1.3]) * scale
+        cache = canary(2, tokens + 2, heads, dim, dtype=dtype)
+        _native.store_kv(x, x, cache[0], cache[1], loc, inv, inv, faults(), fmt)
+        want = canary(tokens + 2, heads, dim, dtype=dtype).view(torch.uint8)
+        want[1:-1] = reference.convert(x, fmt, inv).view(torch.uint8)
+        assert same(cache[0], want)
+        assert same(cache[1], want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("stored", [*FLOATS, *FP8_DIALECTS], ids=str)
+def test_gather_restores_every_input(isa: str, stored: torch.dtype, dtype: torch.dtype) -> None:
+    if stored in FP8_DIALECTS:
+        cache = torch.arange(256, dtype=torch.uint8).view(stored).view(4, 1, 64).expand(4, 4, 64).contiguous()
+    else:
+        cache = SOURCES[stored]()
+    rows, heads, dim = cache.shape
+    fmt = KVFormat(heads, dim, dim, stored)
+    loc = torch.arange(rows).flip(0)
+    scale = torch.tensor([1.0, 0.37, 3.3e38, 1e-40])
+    k_out, v_out = canary(2, rows, heads, dim, dtype=dtype)
+    _native.gather_kv(cache, cache, loc, k_out, v_out, scale, scale, faults(), fmt)
+    want = reference.restore(cache.view(torch.uint8)[loc].view(stored), dtype, fmt, scale)
+    assert same(k_out, want)
+    assert same(v_out, want)
+
+
+@pytest.mark.parametrize("dim", [1, 31, 64, 100, 257])
+@pytest.mark.parametrize("offset", [0, 1, 13])
+def test_odd_rows_and_alignments(isa: str, reader: None, dim: int, offset: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        fmt = KVFormat(3, dim, dim, dtype, page_size=2)
+        flat = canary(2, 40 * 3 * dim + offset, dtype=dtype)
+        k_cache, v_cache = (half[offset:].view(40, 3, dim) for half in flat)
+        expected = [half.clone() for half in (k_cache.view(torch.uint8), v_cache.view(torch.uint8))]
+        k, v = torch.randn(2, 30, 5, dim, generator=generator).to(torch.bfloat16)[:, :, 1:4].unbind()
+        loc = torch.randperm(44, generator=generator)[:30] - 2
+        inv, count, want_count = torch.rand(3, generator=generator), faults(), faults()
+        _native.store_kv(k, v, k_cache, v_cache, loc, inv, inv, count, fmt)
+        want_k, want_v = (e.view(dtype) for e in expected)
+        reference.store_kv(k, v, want_k, want_v, loc, inv, inv, want_count, fmt)
+        assert same(k_cache, want_k)
+        assert same(v_cache, want_v)
+        assert torch.equal(count, want_count)
+
+
+def test_tensors_that_are_not_aligned_to_their_items(isa: str) -> None:
+    raw = torch.randint(0, 256, (8 * 2 * 64 * 2 + 1,), dtype=torch.uint8).numpy().tobytes()
+    k = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16, offset=1).view(8, 2, 64)
+    fmt = KVFormat(2, 64, 64, torch.float16)
+    cache, want = canary(2, 9, 2, 64, dtype=torch.float16), canary(2, 9, 2, 64, dtype=torch.float16)
+    loc, one = torch.arange(8) + 1, torch.ones(2)
+    _native.store_kv(k, k, cache[0], cache[1], loc, one, one, faults(), fmt)
+    reference.store_kv(k.clone(), k.clone(), want[0], want[1], loc, one, one, faults(), fmt)
+    assert same(cache, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_one_whole_row_wins_at_any_thread_count(isa: str, threads: int) -> None:
+    tokens, fmt = 2000, KVFormat(4, 64, 64, torch.bfloat16)
+    rows = torch.arange(tokens, dtype=torch.bfloat16)[:, None, None].expand(-1, 4, 64).contiguous()
+    loc = torch.randint(1, 9, (tokens,), generator=torch.Generator().manual_seed(0))
+    cache = canary(2, 10, 4, 64, dtype=torch.bfloat16)
+    before, one = torch.get_num_threads(), torch.ones(4)
+    torch.set_num_threads(threads)
+    try:
+        _native.store_kv(rows, rows, cache[0], cache[1], loc, one, one, faults(), fmt)
+    finally:
+        torch.set_num_threads(before)
+    for slot in range(1, 9):
+        last = int((loc == slot).nonzero()[-1])
+        assert same(cache[0, slot], rows[last])
+        assert same(cache[1, slot], rows[last])
+
+
+def test_distinct_slots_from_many_python_threads() -> None:
+    tokens, fmt = 64, KVFormat(4, 64, 64, torch.bfloat16)
+    cache, one, count = torch.zeros(2, 8 * tokens + 1, 4, 64, dtype=torch.bfloat16), torch.ones(4), faults()
+    rows = torch.randn(8, tokens, 4, 64).to(torch.bfloat16)
+
+    def work(i: int) -> None:
+        loc = torch.arange(tokens) + 1 + i * tokens
+        loc = torch.cat([loc, torch.tensor([10**6])])
+        x = torch.cat([rows[i], rows[i, :1]])
+        for _ in range(50):
+            _native.store_kv(x, x, cache[0], cache[1], loc, one, one, count, fmt)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert same(cache[0, 1:], rows.flatten(0, 1))
+    assert same(cache[1, 1:], rows.flatten(0, 1))
+    assert count.tolist() == [0, 0, 8 * 50, 0, 0]
+
+
+@pytest.mark.parametrize("count", [7, 3000])
+def test_move_permutes_as_if_read_first(isa: str, count: int) -> None:
+    dtype, fmt = torch.bfloat16, KVFormat(3, 40, 24, torch.bfloat16)
+    k = torch.randn(2, count + 1, 3, 40).to(dtype)
+    v = torch.randn(2, count + 1, 5, 24).to(dtype)[:, :, 1:4]
+    want_k, want_v = k.clone(), v.clone()
+    slots = torch.arange(count) + 1
+    _native.move_kv(k, v, slots.roll(1), slots, faults(), fmt)
+    want_k[:, slots.roll(1)], want_v[:, slots.roll(1)] = want_k[:, slots].clone(), want_v[:, slots].clone()
+    assert same(k, want_k)
+    assert same(v, want_v)
+
+
+def arguments() -> dict[str, Any]:
+    k_cache, v_cache = canary(2, 6, 2, 8, dtype=torch.bfloat16)
+    k, v = torch.ones(2, 3, 2, 8, dtype=torch.bfloat16)
+    one = torch.ones(2)
+    fmt = KVFormat(2, 8, 8, torch.bfloat16)
+    loc = torch.tensor([1, 2, 9])
+    names = ("k", "v", "k_cache", "v_cache", "loc", "k_inv", "v_inv", "faults", "fmt")
+    return dict(zip(names, (k, v, k_cache, v_cache, loc, one, one, faults(), fmt), strict=True))
+
+
+BAD: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception]]] = [
+    ("k", lambda x: None, TypeError),
+    ("k", lambda x: x.numpy(force=True) if x.dtype != torch.bfloat16 else x.float().numpy(), TypeError),
+    ("k", lambda x: x.to("meta"), TypeError),
+    ("k", lambda x: x.to_sparse(), TypeError),
+    ("k", lambda x: x.double(), TypeError),
+    ("k", lambda x: x.to(torch.float8_e4m3fn), TypeError),
+    ("k", lambda x: x[:2], ValueError),
+    ("k", lambda x: x[:, :1], ValueError),
+    ("k", lambda x: x[..., :4], ValueError),
+    ("k", lambda x: x[0], ValueError),
+    ("k", lambda x: x[None, None], ValueError),
+    ("k", lambda x: torch.ones(3, 2, 16, dtype=x.dtype)[..., ::2], ValueError),
+    ("v", lambda x: x[:2], ValueError),
+    ("k_cache", lambda x: x.view(torch.float16), TypeError),
+    ("k_cache", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), ValueError),
+    ("v_cache", lambda x: x[:5], ValueError),
+    ("v_cache", lambda x: x.view(torch.float16), TypeError),
+    ("loc", lambda x: x.to(torch.int16), TypeError),
+    ("loc", lambda x: x[None], ValueError),
+    ("loc", lambda x: [1, 2, 3], TypeError),
+    ("faults", lambda x: x[:4], ValueError),
+    ("faults", lambda x: x.int(), TypeError),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD)))
+def test_a_bad_argument_is_named_and_nothing_is_written(reader: None, case: int) -> None:
+    name, spoil, error = BAD[case]
+    args = arguments()
+    watched = [args[key] for key in ("k_cache", "v_cache", "faults")]
+    before = [x.clone() for x in watched]
+    args[name] = spoil(args[name])
+    with pytest.raises(error, match=rf"^{name}: expected .*, got "):
+        _native.store_kv(**args)
+    assert all(same(x, y) for x, y in zip(watched, before, strict=True))
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(1, 2), None])
+def test_a_quantising_store_checks_its_scales(reader: None, bad: Any) -> None:
+    args = arguments()
+    args["fmt"] = KVFormat(2, 8, 8, torch.float8_e5m2)
+    args["k_cache"], args["v_cache"] = canary(2, 6, 2, 8, dtype=torch.float8_e5m2)
+    args["v_inv"] = bad
+    with pytest.raises((TypeError, ValueError), match=r"^v_inv: expected .*, got "):
+        _native.store_kv(**args)
+    assert same(args["k_cache"], canary(6, 2, 8, dtype=torch.float8_e5m2))
+
+
+def test_subclasses_are_read_only_where_they_have_memory(reader: None) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Plain(torch.Tensor):
+        pass
+
+    args = arguments()
+    args["k"] = args["k"].as_subclass(Plain)
+    args["k_cache"] = torch.nn.Parameter(args["k_cache"], requires_grad=True)
+    _native.store_kv(**args)
+    assert args["k_cache"][1:3].eq(1).all()
+    with FakeTensorMode() as mode:
+        args["k"] = mode.from_tensor(torch.ones(3, 2, 8, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"^k: expected a plain torch.Tensor, got FakeTensor"):
+        _native.store_kv(**args)
+
+
+def test_slot_ops_refuse_short_outputs_and_foreign_slots() -> None:
+    mapping, loc, count = torch.tensor([0, 3, 4, -1]), torch.tensor([1, 2]), faults()
+    out = torch.full((1,), 9)
+    with pytest.raises(ValueError, match=r"^loc_out: expected 2 or more slots, got 1"):
+        _native.translate_loc(mapping, loc, torch.zeros(2, dtype=torch.int64), out, None, None, count)
+    with pytest.raises(ValueError, match=r"^out: expected 2 or more slots, got 1"):
+        _native.cast_loc(loc, out, count)
+    with pytest.raises(ValueError, match=r"^slots: expected 0 <= slot < 4, got 4"):
+        _native.patch_map(mapping, torch.tensor([1, 4]), torch.tensor([7, 7]))
+    with pytest.raises(ValueError, match=r"^values: expected 2 entries, got 1"):
+        _native.patch_map(mapping, loc, out)
+    assert mapping.tolist() == [0, 3, 4, -1]
+    assert out.tolist() == [9]
+    assert not count.any()
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^name: expected one of isas\(\), got avx9"):
+        _native.set_isa("avx9")
+
+
+def test_probing_the_build_loads_neither_torch_nor_the_extension() -> None:
+    code = (
+        "import sys, types; root = types.ModuleType('portakv'); root.__path__ = [sys.argv[1]]\n"
+        "sys.modules['portakv'] = root\n"
+        "from portakv.kernels import cpu_amx\n"
+        "cpu_amx.build_problem()\n"
+        "assert 'torch' not in sys.modules and 'portakv.kernels.cpu_amx._native' not in sys.modules"
+    )
+    package = Path(cpu_amx.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code, str(package)], check=True)
+
+
+def test_install_without_a_compiler(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    if not (root / "CMakeLists.txt").exists() or not shutil.which("cmake"):
+        pytest.skip("needs the source tree and cmake")
+    pytest.importorskip("scikit_build_core")
+    source = tmp_path / "source"
+    unbuilt = shutil.ignore_patterns("*.so", "_build.py", "__pycache__")
+    shutil.copytree(root / "portakv", source / "portakv", ignore=unbuilt)
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        if (root / name).exists():
+            shutil.copy(root / name, source)
+    (source / "README.md").touch()
+    wheel_command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "."]
+    subprocess.run(
+        [*wheel_command, "-w", str(tmp_path)],
+        cwd=source,
+        env={**os.environ, "CXX": "/nonexistent/c++"},
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert not any(n.endswith((".so", ".cpp", ".h", ".gitignore")) for n in names)
+        built = archive.read("portakv/kernels/cpu_amx/_build.py").decode()
+    scope: dict[str, Any] = {}
+    exec(built, scope)
+    assert scope["PROBLEM"] == "not built: no working C++ compiler was found at install time"

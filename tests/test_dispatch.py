@@ -1,0 +1,135 @@
+"""The pure choice among rows, for devices of every kind, on any machine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import portakv
+from portakv import dispatch
+from portakv.device import DeviceFacts, DeviceKind, Package
+from portakv.dispatch import TABLE, Request, parse_kernels, select, select_all
+from portakv.errors import NoKernel
+from portakv.formats import KVFormat
+
+NVIDIA = {"triton": Package("3.9.0", backends=("amd", "nvidia"))}
+INTEL = {"triton": Package("3.3.0", backends=("intel",)), "ipex": Package(problem="not installed")}
+NATIVE = {"native": Package()}
+UNBUILT = {"native": Package(problem="not built: no C++ compiler")}
+
+SERVED = [
+    (DeviceFacts(DeviceKind.CUDA, "sm_80", packages=NVIDIA), "triton"),
+    (DeviceFacts(DeviceKind.CUDA, "sm_90", packages=NVIDIA), "triton"),
+    (DeviceFacts(DeviceKind.HIP, "gfx942", packages=NVIDIA), "triton"),
+    (DeviceFacts(DeviceKind.HIP, "gfx1100", packages=NVIDIA), "triton"),
+    (DeviceFacts(DeviceKind.XPU, "Intel(R) Data Center GPU Max 1550", packages=INTEL), "triton"),
+    (DeviceFacts(DeviceKind.CPU, "x86_64", features=frozenset({"amx", "avx512", "avx2"}), packages=NATIVE), "native"),
+    (DeviceFacts(DeviceKind.CPU, "x86_64", features=frozenset({"avx512", "avx2"}), packages=NATIVE), "native"),
+    (DeviceFacts(DeviceKind.CPU, "x86_64", features=frozenset({"avx2"}), packages=NATIVE), "native"),
+    (DeviceFacts(DeviceKind.CPU, "riscv64", packages=NATIVE), "native"),
+    (DeviceFacts(DeviceKind.CPU, "x86_64", packages=UNBUILT), "reference"),
+    (DeviceFacts(DeviceKind.OTHER, "npu"), "reference"),
+]
+
+
+@pytest.mark.parametrize(("facts", "row"), SERVED, ids=lambda x: getattr(x, "arch", x))
+@pytest.mark.parametrize("op", TABLE)
+def test_automatic_choice(op: str, facts: DeviceFacts, row: str) -> None:
+    selection = select(op, facts)
+    assert selection.row.name == row
+    column = TABLE[op][facts.kind]
+    assert {r.name for r in column} == {row, *(r.name for r, _ in selection.rejected)}
+    assert all(why for _, why in selection.rejected)
+
+
+REJECTED = [
+    (DeviceKind.CUDA, {}, "triton: not installed"),
+    (DeviceKind.CUDA, {"triton": Package("3.1.0", backends=("nvidia",))}, "triton 3.1.0 is older than 3.3"),
+    (DeviceKind.CUDA, {"triton": Package("3.9.0", problem="no active driver")}, "triton: no active driver"),
+    (DeviceKind.HIP, {"triton": Package("3.9.0", backends=("nvidia",))}, "has no amd backend, only ['nvidia']"),
+    (DeviceKind.XPU, NVIDIA, "has no intel backend, only ['amd', 'nvidia']"),
+    (DeviceKind.CPU, UNBUILT, "native: not built: no C++ compiler"),
+]
+
+
+@pytest.mark.parametrize(("kind", "packages", "reason"), REJECTED)
+def test_reason_of_a_rejection(kind: DeviceKind, packages: dict[str, Package], reason: str) -> None:
+    facts = DeviceFacts(kind, "arch", packages=packages)
+    selection = select("store_kv", facts)
+    assert selection.row.name == "reference"
+    assert reason in selection.rejected[0][1]
+    name = selection.rejected[0][0].name
+    for request in (Request(wanted=name), Request(strict=True)):
+        with pytest.raises(NoKernel) as error:
+            select("store_kv", facts, request)
+        assert [row for row, _ in error.value.rejected] == [row.name for row in TABLE["store_kv"][kind]]
+        assert reason in str(error.value)
+
+
+def test_explicit_request_never_falls_back() -> None:
+    facts = SERVED[0][0]
+    assert select("store_kv", facts, Request(wanted="reference")).row.name == "reference"
+    assert select("store_kv", facts, Request(wanted="reference", strict=True)).row.name == "reference"
+    with pytest.raises(NoKernel, match="'native' was requested"):
+        select("store_kv", facts, Request(wanted="native"))
+
+
+def test_a_layout_no_row_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(dispatch.Row(name, f"x:{name}", "test", layouts=()) for name in ("a", "b"))
+    monkeypatch.setitem(TABLE, "store_kv", {DeviceKind.CPU: rows})
+    with pytest.raises(NoKernel, match="cannot store layout 'rows'"):
+        select("store_kv", SERVED[5][0], Request(KVFormat(1, 8, 8, torch.bfloat16)))
+
+
+def test_every_row_names_a_function() -> None:
+    """Every op has a column per kind, ends at the reference, and each target is "module:{op}" of portakv.kernels."""
+    for columns in TABLE.values():
+        assert list(columns) == list(DeviceKind)
+        for rows in columns.values():
+            assert rows[-1].name == "reference"
+            assert len({row.name for row in rows}) == len(rows)
+            assert all(row.target.count(":") == 1 and row.origin for row in rows)
+
+
+def test_parse_kernels() -> None:
+    assert parse_kernels("") == {}
+    assert parse_kernels(" store_kv=native, gather_kv=reference,") == {"store_kv": "native", "gather_kv": "reference"}
+    for bad, expected in (
+        ("store=native", "an op of"),
+        ("store_kv", "a row of store_kv"),
+        ("store_kv=cuda", "'native', 'reference', 'triton'"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            parse_kernels(bad)
+
+
+def test_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTAKV_KERNELS", "store_kv=reference,move_kv=reference")
+    facts = SERVED[5][0]
+    chosen = select_all(facts, {"store_kv": "native"})
+    assert chosen["store_kv"].row.name == "native"
+    assert chosen["move_kv"].row.name == "reference"
+    assert chosen["gather_kv"].row.name == "native"
+
+
+def test_reference_is_logged_once_and_only_when_automatic(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._warn_reference.cache_clear()
+    facts = DeviceFacts(DeviceKind.CPU, "x86_64", packages=UNBUILT)
+    with caplog.at_level(logging.WARNING, "portakv"):
+        dispatch.load("store_kv", select("store_kv", facts, Request(wanted="reference")))
+        assert not caplog.records
+        for _ in range(3):
+            dispatch.load("store_kv", select("store_kv", facts))
+    assert len(caplog.records) == 1
+    assert "no C++ compiler" in caplog.records[0].message
+
+
+def test_explain_names_every_probe_and_row() -> None:
+    text = portakv.explain("cpu")
+    for kind in ("cuda", "hip", "xpu", "cpu"):
+        assert f"  {kind}: " in text
+    for op in TABLE:
+        assert f"{op}: native (portakv)" in text
+    assert text.count("not reference: native comes first") == len(TABLE)

@@ -1,0 +1,154 @@
+"""layers_from_config on plain objects, and on transformers configs against the keys their models really
+store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from portakv.layers import LayerSpec, layers_from_config
+
+
+def config(**options: Any) -> SimpleNamespace:
+    values = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    return SimpleNamespace(**(values | options))
+
+
+MIXED = ["sliding_attention", "full_attention"] * 2
+FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(16, 2, 8)
+
+
+def test_full_attention_only() -> None:
+    assert layers_from_config(config()) == [FULL] * 4
+    assert layers_from_config(config(sliding_window=None)) == [FULL] * 4
+    assert layers_from_config(config(num_key_value_heads=None)) == [LayerSpec(None, 8, 8)] * 4
+
+
+def test_layer_types_decide_which_layers_have_the_window() -> None:
+    assert layers_from_config(config(layer_types=MIXED, sliding_window=16)) == [SWA, FULL] * 2
+    assert layers_from_config(config(sliding_window=16)) == [SWA] * 4  # without them every layer has
+
+
+def test_sliding_windows_that_are_switched_off() -> None:
+    assert layers_from_config(config(sliding_window=16, use_sliding_window=False)) == [FULL] * 4
+    off = config(sliding_window=16, use_sliding_window=False, layer_types=["full_attention"] * 4)
+    assert layers_from_config(off) == [FULL] * 4
+
+
+def test_head_dims() -> None:
+    assert layers_from_config(config(head_dim=32)) == [LayerSpec(None, 2, 32)] * 4
+    assert layers_from_config(config(head_dim=32, v_head_dim=16)) == [LayerSpec(None, 2, 32, 16)] * 4
+    assert layers_from_config(config(head_dim=32, v_head_dim=32)) == [LayerSpec(None, 2, 32)] * 4
+
+
+def test_sliding_layers_of_another_shape() -> None:
+    options = {"swa_num_key_value_heads": 4, "swa_head_dim": 16, "swa_v_head_dim": 8}
+    layers = layers_from_config(config(layer_types=MIXED, sliding_window=16, **options))
+    assert layers == [LayerSpec(16, 4, 16, 8), FULL] * 2
+
+
+def test_per_layer_config_wins() -> None:
+    per_layer = [config(sliding_window=16), config(head_dim=64, num_key_value_heads=1)] * 2
+    layers = layers_from_config(config(layer_types=MIXED, per_layer_config=per_layer))
+    assert layers == [SWA, LayerSpec(None, 1, 64)] * 2
+
+
+def test_windows_may_differ_by_layer() -> None:
+    per_layer = [config(sliding_window=w) for w in (16, 32, None, 16)]
+    windows = [spec.window for spec in layers_from_config(config(per_layer_config=per_layer))]
+    assert windows == [16, 32, None, 16]
+
+
+def test_shared_layers_alias_the_last_of_their_kind() -> None:
+    kinds = [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
+    shared = config(num_hidden_layers=5, layer_types=kinds, sliding_window=16, num_kv_shared_layers=2)
+    assert [spec.alias_of for spec in layers_from_config(shared)] == [None, None, None, 1, 2]
+    shared.num_kv_shared_layers = 3
+    with pytest.raises(ValueError, match="no layer before 2 stores KV of kind full_attention"):
+        layers_from_config(shared)
+
+
+def test_text_config_of_a_multimodal_config() -> None:
+    text = config(sliding_window=16)
+    assert layers_from_config(SimpleNamespace(text_config=text)) == [SWA] * 4
+    assert layers_from_config(SimpleNamespace(get_text_config=lambda decoder: text)) == [SWA] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention_chunk_size": 32},
+            r"layer_types\[0\]: expected full_attention or sliding_attention, got chunked",
+        ),
+        (
+            {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+            r"layer_types\[3\].*got linear_attention",
+        ),
+        ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
+        ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
+        ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank: expected K and V heads, got MLA"),
+    ],
+)
+def test_what_the_pool_has_no_layer_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers_from_config(config(**options))
+
+
+def test_not_a_decoder_config() -> None:
+    with pytest.raises(
+        ValueError, match="expected a decoder config with num_hidden_layers, got SimpleNamespace"
+    ):
+        layers_from_config(SimpleNamespace(hidden_size=4))
+
+
+# Published configs, from their class defaults
+
+
+def transformers_config(name: str, **options: Any) -> Any:
+    return getattr(transformers, name)(**options)
+
+
+def test_gpt_oss() -> None:
+    layers = layers_from_config(transformers_config("GptOssConfig"))
+    assert layers == [LayerSpec(128, 8, 64), LayerSpec(None, 8, 64)] * 18
+
+
+def test_gemma3_text_decoder_of_the_multimodal_config() -> None:
+    layers = layers_from_config(transformers_config("Gemma3Config"))
+    assert len(layers) == 26
+    assert layers[:6] == [LayerSpec(4096, 4, 256)] * 5 + [LayerSpec(None, 4, 256)]
+
+
+def test_mimo_v2_has_twice_the_heads_on_sliding_layers() -> None:
+    layers = layers_from_config(transformers_config("MiMoV2FlashConfig"))
+    assert layers[0] == LayerSpec(None, 4, 192, 128)
+    assert layers[1] == LayerSpec(129, 8, 192, 128)
+
+
+def test_gemma4_full_layers_have_larger_heads() -> None:
+    layers = layers_from_config(transformers_config("Gemma4TextConfig", num_kv_shared_layers=12))
+    assert layers[:6] == [LayerSpec(512, 4, 256)] * 5 + [LayerSpec(None, 4, 512)]
+    assert {spec.alias_of for spec in layers[18:]} == {16, 17}
+
+
+@pytest.mark.parametrize("name", ["Qwen2Config", "MistralConfig", "Qwen3Config"])
+def test_sliding_is_off_by_default(name: str) -> None:
+    options = {"sliding_window": None} if name == "MistralConfig" else {}
+    assert {spec.window for spec in layers_from_config(transformers_config(name, **options))} == {None}
+
+
+@pytest.mark.parametrize("name", ["Llama4TextConfig", "DeepseekV3Config", "Qwen3NextConfig", "JambaConfig"])
+def test_published_configs_that_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        layers_from_config(transformers_config(name))

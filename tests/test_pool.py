@@ -1,0 +1,373 @@
+"""HybridKVPool: the life of a forward, mixtures of layers, sizes and accounting, copies, and checked mode."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from portakv import (
+    HybridKVPool,
+    KVWriteLoc,
+    LayerSpec,
+    MissingSwaLoc,
+    OutOfSlots,
+    SlotFault,
+    SlotOwnership,
+    StaleWriteLoc,
+)
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
+
+FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(6, 2, 8)
+MIXTURES = {
+    "all full": [FULL, FULL],
+    "all sliding": [SWA, SWA],
+    "hybrid": [SWA, FULL, SWA],
+    "several windows": [LayerSpec(3, 2, 8), LayerSpec(6, 2, 8), FULL, LayerSpec(5, 2, 8)],
+    "other heads on sliding layers": [FULL, LayerSpec(6, 4, 16), LayerSpec(6, 1, 24, 8)],
+    "V dim is not K dim": [LayerSpec(None, 3, 12, 8), LayerSpec(6, 3, 8, 12)],
+    "aliases": [FULL, SWA, LayerSpec(None, 2, 8, alias_of=0), LayerSpec(4, 2, 8, alias_of=1)],
+}
+
+
+def rows_for(spec: LayerSpec, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, spec.num_kv_heads, spec.head_dim).to(dtype), torch.randn(n, spec.num_kv_heads, spec.v_dim).to(dtype)
+
+
+@pytest.mark.parametrize("layers", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("swa_size", [None, 48])
+def test_a_forward(layers: list[LayerSpec], page_size: int, swa_size: int | None, device: torch.device) -> None:
+    """Every layer reads back what it stored, at the slots its side gave, and aliases read their producer's."""
+    torch.manual_seed(0)
+    pool = HybridKVPool(layers, size=96, swa_size=swa_size, page_size=page_size, dtype=torch.float32, device=device, check=True)
+    pool.allocator.alloc(7)
+    loc = pool.allocator.alloc(20)
+    write_loc = pool.plan_write(loc)
+    stored = {}
+    for i, spec in enumerate(layers):
+        if spec.alias_of is None:
+            stored[i] = rows_for(spec, 20)
+            pool.set_kv_buffer(i, write_loc, *(x.to(device) for x in stored[i]))
+    for i, spec in enumerate(layers):
+        owner = i if spec.alias_of is None else spec.alias_of
+        k_cache, v_cache = pool.get_kv_buffer(i)
+        assert k_cache is pool.get_kv_buffer(owner)[0]
+        side = swa_size is not None and spec.window is not None
+        slots = write_loc.swa_loc if side else write_loc.loc
+        assert k_cache.shape[0] == (pool.swa_size if side else pool.size) + page_size
+        for cache, rows in zip((k_cache, v_cache), stored[owner], strict=True):
+            assert torch.equal(cache[slots].cpu(), rows)
+            others = torch.ones(len(cache), dtype=torch.bool)
+            others[slots.cpu()] = False
+            assert not cache.cpu()[others].any()
+        for got, rows in zip(pool.gather_kv(i, write_loc), stored[owner], strict=True):
+            assert torch.equal(got.cpu(), rows)
+    assert not any(pool.faults().values())
+    pool.check_integrity()
+    pool.allocator.free(loc)
+    pool.check_integrity()
+
+
+def test_one_translation_per_forward_of_48_layers() -> None:
+    pool = HybridKVPool([SWA, FULL] * 24, size=64, swa_size=32)
+    calls = itertools.count()
+    translate = pool._translate_loc
+
+    def counted(*args: object) -> None:
+        next(calls)
+        translate(*args)
+
+    pool._translate_loc = counted
+    write_loc = pool.plan_write(pool.allocator.alloc(5))
+    k, v = rows_for(FULL, 5)
+    for i in range(48):
+        pool.set_kv_buffer(i, write_loc, k, v)
+    assert next(calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *FP8_DIALECTS], ids=str)
+def test_bytes_are_what_was_allocated(dtype: torch.dtype) -> None:
+    for layers, swa_size in itertools.product(MIXTURES.values(), (None, 64)):
+        pool = HybridKVPool(layers, size=128, swa_size=swa_size, page_size=4, dtype=dtype)
+        buffers = {x.data_ptr(): x.nbytes for i in range(len(layers)) for x in pool.get_kv_buffer(i)}
+        assert pool.kv_bytes == sum(buffers.values())
+        described = [size for g in pool.describe() for _, size in (*g.k_buffers, *g.v_buffers)]
+        assert pool.kv_bytes == sum(described)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_overhead_per_slot(page_size: int) -> None:
+    size = 200_000
+    pool = HybridKVPool([FULL, SWA], size=size, swa_size=size, page_size=page_size)
+    assert pool.nbytes - pool.kv_bytes <= 40 * size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("swa_ratio", [None, 0.1, 0.5, 1.0])
+def test_fit_uses_the_budget(page_size: int, swa_ratio: float | None) -> None:
+    layers = [FULL, SWA, LayerSpec(6, 1, 16)]
+    budget = 3_000_000
+    pool = HybridKVPool.fit(layers, budget, swa_ratio=swa_ratio, page_size=page_size)
+    assert pool.nbytes <= budget
+    larger = pool.size + page_size
+    swa_size = None if swa_ratio is None else int(larger * swa_ratio)
+    assert HybridKVPool(layers, size=larger, swa_size=swa_size, page_size=page_size).nbytes > budget
+    if swa_ratio is not None:
+        assert pool.swa_size == int(pool.size * swa_ratio) // page_size * page_size
+
+
+def test_fit_refuses() -> None:
+    with pytest.raises(ValueError, match="budget: expected at least"):
+        HybridKVPool.fit([FULL], 100)
+    for ratio in (0, -0.5, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="swa_ratio"):
+            HybridKVPool.fit([FULL, SWA], 10**6, swa_ratio=ratio)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("loc_dtype", [torch.int32, torch.int64])
+def test_plan_write_in_both_widths(index_dtype: torch.dtype, loc_dtype: torch.dtype, device: torch.device) -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device)
+    loc = torch.cat([torch.tensor([-1, 0]), pool.allocator.alloc(4), pool.allocator.alloc(2, swa_tail=0)])
+    expected = pool.plan_write(loc)
+    plan = pool.plan_write(loc.to(loc_dtype), index_dtype)
+    for got, want in ((plan.loc, expected.loc), (plan.swa_loc, expected.swa_loc)):
+        assert got.dtype == index_dtype
+        assert torch.equal(got.long(), want)
+    assert expected.swa_loc.tolist() == [-1, 0, *pool.full_to_swa[loc[2:6]].tolist(), 0, 0]
+    cast = pool.cast_write_loc(expected)
+    assert cast.loc.dtype == cast.swa_loc.dtype == torch.int32
+    assert torch.equal(cast.swa_loc.long(), expected.swa_loc)
+
+
+def test_write_loc_rules() -> None:
+    loc = torch.tensor([4, 5])
+    assert len(KVWriteLoc(loc, torch.tensor([1, 2, 3])).swa_loc) == 2
+    with pytest.raises(ValueError, match="swa_loc: expected at least 2 slots, got 1"):
+        KVWriteLoc(loc, loc[:1])
+    for bad in (loc.float(), [4, 5]):
+        with pytest.raises(TypeError, match="loc: expected an int32 or int64 tensor"):
+            KVWriteLoc(bad)
+    with pytest.raises(ValueError, match="1-D"):
+        KVWriteLoc(loc.view(1, 2))
+    with pytest.raises(ValueError, match="swa_loc: expected a tensor on cpu"):
+        KVWriteLoc(loc, torch.empty(2, dtype=torch.int64, device="meta"))
+    columns = KVWriteLoc(torch.arange(6), torch.arange(6) + 10)[2:4]
+    assert columns.loc.tolist() == [2, 3]
+    assert columns.swa_loc.tolist() == [12, 13]
+    with pytest.raises(AttributeError):
+        columns.loc = loc
+
+
+def test_graph_write_loc(device: torch.device) -> None:
+    """Fixed addresses, the whole tail reset, int32 copies, and a refusal that writes nothing."""
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device)
+    graph = pool.graph_write_loc(8, int32_twin=True)
+    buffers = (graph.loc, graph.swa_loc, graph.int32.loc, graph.int32.swa_loc)
+    addresses = [x.data_ptr() for x in buffers]
+    long, short = pool.allocator.alloc(6), pool.allocator.alloc(2)
+    for loc in (long, short, short.int(), long[:0]):
+        graph.fill(loc)
+        swa = pool.full_to_swa[loc.long().to(device)].tolist()
+        tail = [0] * (8 - len(loc))
+        assert graph.loc.tolist() == graph.int32.loc.tolist() == loc.tolist() + tail
+        assert graph.swa_loc.tolist() == graph.int32.swa_loc.tolist() == swa + tail
+    assert [x.data_ptr() for x in buffers] == addresses
+    graph.fill(long)
+    before = [x.clone() for x in buffers]
+    with pytest.raises(ValueError, match="at most 8 slots, got 9"):
+        graph.fill(torch.arange(9))
+    assert all(map(torch.equal, buffers, before))
+    k, v = (x.to(device) for x in rows_for(FULL, 8))
+    pool.set_kv_buffer(0, graph, k, v)
+    assert torch.equal(pool.get_kv_buffer(0)[0][long.to(device)], k[:6].to(pool.dtype))
+    pool.set_kv_buffer(1, graph[2:4], k[2:4], v[2:4])
+    pool.check_integrity()
+
+
+def test_missing_swa_loc() -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32)
+    loc = pool.allocator.alloc(3)
+    k, v = rows_for(SWA, 3)
+    pool.set_kv_buffer(0, KVWriteLoc(loc), k, v)
+    with pytest.raises(MissingSwaLoc, match="layer 1"):
+        pool.set_kv_buffer(1, KVWriteLoc(loc), k, v)
+
+
+def test_checked_mode_raises_before_it_writes(device: torch.device) -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device, check=True)
+    loc = pool.allocator.alloc(3)
+    stale = pool.plan_write(loc)
+    pool.allocator.free_swa(loc[1:2])
+    k, v = (x.to(device) for x in rows_for(FULL, 3))
+    twice = loc.clone()
+    twice[2] = twice[0]
+    past = loc.clone()
+    past[1] = 65
+    for error, message, layer, write_loc in (
+        (StaleWriteLoc, f"slot {loc[1]} was translated to 2, the mapping says 0 now", 1, stale),
+        (SlotFault, f"slot {loc[0]} twice", 0, KVWriteLoc(twice.to(device), twice.to(device))),
+        (SlotFault, r"loc\[1\]: expected a slot below 65, got 65", 0, KVWriteLoc(past.to(device), past.to(device))),
+    ):
+        with pytest.raises(error, match=message):
+            pool.set_kv_buffer(layer, write_loc, k, v)
+    with pytest.raises(SlotFault, match="got 65"):
+        pool.plan_write(past)
+    assert not any(x.any() for i in (0, 1) for x in pool.get_kv_buffer(i))
+    assert not any(pool.faults().values())
+    padded = KVWriteLoc(torch.tensor([0, 0, -1, -1]).to(device), torch.tensor([0, 0, -1, -1]).to(device))
+    pool.set_kv_buffer(0, padded, k[:1].expand(4, -1, -1), v[:1].expand(4, -1, -1))
+
+
+def test_faults_are_counted_and_named(device: torch.device) -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device, check=False)
+    write_loc = pool.plan_write(torch.tensor([65, 1000, -1]))
+    k, v = (x.to(device) for x in rows_for(FULL, 3))
+    pool.set_kv_buffer(0, write_loc, k, v)
+    pool.gather_kv(0, write_loc)
+    assert pool.faults() == {"translate_loc": 2, "cast_loc": 0, "store_kv": 2, "gather_kv": 2, "move_kv": 0}
+    assert not pool.get_kv_buffer(0)[0].any()
+    pool.faults(clear=True)
+    assert not any(pool.faults().values())
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_move(page_size: int, device: torch.device) -> None:
+    """A rotation of live slots, on both sides, as if every source were read first."""
+    layers = MIXTURES["other heads on sliding layers"]
+    pool = HybridKVPool(layers, size=64, swa_size=48, page_size=page_size, dtype=torch.float32, device=device)
+    loc = pool.allocator.alloc(12)
+    write_loc = pool.plan_write(loc)
+    stored = [rows_for(spec, 12) for spec in layers]
+    for i, rows in enumerate(stored):
+        pool.set_kv_buffer(i, write_loc, *(x.to(device) for x in rows))
+    pool.move_kv_cache(loc.roll(5), loc)
+    for i, rows in enumerate(stored):
+        for got, want in zip(pool.gather_kv(i, write_loc), rows, strict=True):
+            assert torch.equal(got.cpu(), want.roll(-5, 0))
+    with pytest.raises(ValueError, match="src: expected 2 slots"):
+        pool.move_kv_cache(loc[:2], loc[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_host_copy_round_trip(page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """The bytes come back to other slots; what had left the window stays gone and takes no SWA slot."""
+    layers = MIXTURES["other heads on sliding layers"]
+    pool = HybridKVPool(layers, size=64, swa_size=48, page_size=page_size, dtype=dtype, device=device)
+    loc = pool.allocator.alloc(14)
+    for i, spec in enumerate(layers):
+        pool.set_kv_buffer(i, pool.plan_write(loc), *(x.to(device) for x in rows_for(spec, 14, torch.bfloat16)))
+    pool.allocator.free_swa(loc[:8])
+    before = [[x.cpu() for x in pool.gather_kv(i, pool.plan_write(loc))] for i in range(len(layers))]
+    copy = pool.copy_to_host(loc)
+    assert copy.live.tolist() == [False] * 8 + [True] * 6
+    blocker = pool.allocator.alloc(3)
+    pool.allocator.free(loc)
+    free = pool.allocator.available("swa")
+    new = pool.load_from_host(copy)
+    assert free - pool.allocator.available("swa") == -(-6 // page_size) * page_size
+    write_loc = pool.plan_write(new)
+    assert (write_loc.swa_loc.cpu() > 0).tolist() == copy.live.tolist()
+    for i, rows in enumerate(before):
+        for got, want in zip(pool.gather_kv(i, write_loc), rows, strict=True):
+            assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+    pool.allocator.free(torch.cat([new, blocker]))
+    pool.check_integrity()
+
+
+def test_host_copy_refusals() -> None:
+    pool = HybridKVPool([FULL, SWA], size=16, swa_size=16, page_size=4)
+    loc = pool.allocator.alloc(8)
+    copy = pool.copy_to_host(loc)
+    with pytest.raises(SlotOwnership):
+        pool.copy_to_host(loc + 8)
+    other = HybridKVPool([FULL, LayerSpec(6, 2, 16)], size=16, swa_size=16, page_size=4)
+    with pytest.raises(ValueError, match="copy: expected layer groups"):
+        other.load_from_host(copy)
+    blocker = pool.allocator.alloc(4)
+    pool.allocator.alloc(4, swa_tail=0)
+    mapping = pool.allocator.mapping.copy()
+    with pytest.raises(OutOfSlots) as full:
+        pool.load_from_host(copy)
+    assert full.value.side == "full"
+    pool.allocator.free(blocker)
+    pool.allocator.free(loc)
+    taken = pool.allocator.alloc(12)
+    pool.allocator.free(taken)
+    pool.check_integrity()
+    assert not np.array_equal(mapping, pool.allocator.mapping)
+
+
+def test_host_copy_without_room_on_the_swa_side() -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=16)
+    loc = pool.allocator.alloc(10)
+    copy = pool.copy_to_host(loc)
+    free = pool.allocator.available("full"), pool.allocator.available("swa")
+    with pytest.raises(OutOfSlots) as error:
+        pool.load_from_host(copy)
+    assert (error.value.side, error.value.short) == ("swa", 4)
+    assert free == (pool.allocator.available("full"), pool.allocator.available("swa"))
+    pool.check_integrity()
+
+
+def test_draft_pool_on_the_targets_slots(device: torch.device) -> None:
+    target = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device)
+    draft = HybridKVPool([LayerSpec(None, 1, 16)], size=64, device=device, slots_of=target)
+    assert draft.allocator is target.allocator
+    loc = target.allocator.alloc(64, swa_tail=4)
+    write_loc = target.plan_write(loc)
+    k, v = (x.to(device) for x in rows_for(LayerSpec(None, 1, 16), 64))
+    draft.set_kv_buffer(0, write_loc, k, v)
+    assert torch.equal(draft.get_kv_buffer(0)[0][write_loc.loc], k.to(draft.dtype))
+    assert draft.nbytes < target.nbytes
+    for options, message in (
+        ({"size": 60}, "size: expected at least 64"),
+        ({"size": 64, "page_size": 4}, "page_size: expected 1"),
+        ({"size": 64, "swa_size": 16}, "swa_size: expected at least 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HybridKVPool([FULL, SWA], device=device, slots_of=target, **options)
+    with pytest.raises(ValueError, match="windows"):
+        HybridKVPool([LayerSpec(9, 2, 8)], size=64, swa_size=32, device=device, slots_of=target)
+
+
+def test_scales(device: torch.device) -> None:
+    """Per tensor and per head; read back times the scale; the inputs stay as they were."""
+    pool = HybridKVPool([FULL], size=16, dtype=torch.float8_e4m3fn, device=device)
+    loc = pool.plan_write(pool.allocator.alloc(4))
+    k, v = (x.to(device) for x in rows_for(FULL, 4))
+    kept = k.clone(), v.clone()
+    pool.set_scales(0, torch.tensor([0.5, 4.0]), 2.0)
+    pool.set_kv_buffer(0, loc, k, v)
+    got_k, got_v = pool.gather_kv(0, loc, dtype=torch.float32)
+    assert torch.equal(k, kept[0])
+    assert torch.equal(v, kept[1])
+    raw_k, raw_v = (x[loc.loc].float() for x in pool.get_kv_buffer(0))
+    assert torch.equal(got_k, raw_k * torch.tensor([0.5, 4.0], device=device)[:, None])
+    assert torch.equal(got_v, raw_v * 2)
+    torch.testing.assert_close(got_k, k, rtol=0.07, atol=0.02)
+    with pytest.raises(ValueError, match="k_scale: expected 1 value or 2"):
+        pool.set_scales(0, torch.ones(3))
+
+
+def test_kernels_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HybridKVPool([FULL], size=8, device="cpu", kernels={"store_kv": "reference"})
+    assert pool.kernels["store_kv"] == "reference"
+    monkeypatch.setenv("PORTAKV_CHECK", "1")
+    assert HybridKVPool([FULL], size=8).check
+    monkeypatch.setenv("PORTAKV_CHECK", "yes")
+    with pytest.raises(ValueError, match="PORTAKV_CHECK"):
+        HybridKVPool([FULL], size=8)
+    assert not HybridKVPool([FULL], size=8, check=False).check
+
+
+def test_a_cpu_pool_beside_another_device() -> None:
+    """A pool's kernels follow its tensors: meta stands for any device without kernels of its own."""
+    other = HybridKVPool([FULL, SWA], size=8, swa_size=8, device="meta")
+    assert set(other.kernels.values()) == {"reference"}
+    assert set(HybridKVPool([FULL], size=8, device="cpu").kernels.values()) == {"native"}
+    assert other.get_kv_buffer(1)[0].device.type == "meta"
