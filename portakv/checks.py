@@ -67,10 +67,14 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
     return value
 
 
-def side_slots(name: str, layer_id: int, layer: Layer, locations: WriteLoc) -> torch.Tensor:
-    """The slots of the layer's side. Raises `MissingSwaLoc`, or `TypeError` for what is no location."""
+def require_location(name: str, locations: WriteLoc) -> None:
     if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
         raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
+
+
+def side_slots(name: str, layer_id: int, layer: Layer, locations: WriteLoc) -> torch.Tensor:
+    """The slots of the layer's side. Raises `MissingSwaLoc`, or `TypeError` for what is no location."""
+    require_location(name, locations)
     slots = locations.swa_loc if layer.on_swa else locations.loc
     if slots is None:
         raise MissingSwaLoc(f"{name}: layer {layer_id} has a sliding window and needs swa_loc, got None")
@@ -144,7 +148,7 @@ def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[n
 def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_size: int | None) -> None:
     """Raise unless every slot that `target` hands out is one of `pool` too, and is kept as long as it needs."""
     if not hasattr(target, "allocator"):
-        raise TypeError(f"slots_of: expected a HybridKVPool, got {type(target).__name__}")
+        raise TypeError(f"slots_of: expected a HybridKVPool, got {target!r}")
     if swa_size is not None and target.swa_size is None:
         raise ValueError(f"swa_size: expected None, as the pool whose slots are shared has, got {swa_size}")
     for name, mine, least in (("size", size, target.size), ("swa_size", swa_size, target.swa_size)):

@@ -90,10 +90,10 @@ class Subject:
 class Comparison:
     """What one model did through the pool and through its own cache.
 
-    `max_logit_diff` is over all generated steps, `logit_tolerance` what rounding explains. `windows_passed` is
-    the shortest sequence's final length in windows. Tokens/s are of decoding, for the whole batch, from the
-    median step. Bytes are those of K and V held at the end: in the pool whole pages of slots, in the model's own
-    cache its tensors' memory. `swa_slots_held` is of the whole batch, of at most `swa_slots_bound`.
+    `max_logit_diff` is over all generated steps, `logit_tolerance` what rounding explains. `windows_passed`
+    is the shortest sequence's final length in windows. Tokens/s are of decoding, for the whole batch, from
+    the median step. Bytes are those of K and V held at the end: in the pool whole pages of slots, in the
+    model's own cache its tensors' memory. `swa_slots_held` and `swa_slots_bound` are of the whole batch.
     """
 
     name: str
@@ -250,8 +250,8 @@ def _cache_bytes(cache: Any) -> int:
 def measure_store(device: torch.device, tokens: int = 4096, rounds: int = 8) -> tuple[float, float]:
     """GB/s, read and written, of `set_kv_buffer` at random slots, and of plain copies of the same rows.
 
-    bfloat16 rows of 8 x 128 for K and V, another part of the pool each call. The median call; the first round,
-    which touches the memory first, does not count.
+    bfloat16 rows of 8 x 128 for K and V, another part of the pool each call. The median call; the first
+    round, which touches the memory first, does not count.
     """
     parts = 8
     pool = HybridKVPool([LayerSpec(None, 8, 128)], size=parts * tokens, device=device)

@@ -150,30 +150,27 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def parse_kernels(text: str) -> dict[str, str]:
-    """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference". Raises `ValueError` for unknown names."""
-    wanted = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        op, _, name = item.partition("=")
-        if op not in TABLE:
-            raise ValueError(f"kernels: expected op=row with an op of {list(TABLE)}, got {item!r}")
-        names = {row.name for rows in TABLE[op].values() for row in rows}
-        if name not in names:
-            raise ValueError(f"kernels: expected a row of {op} among {sorted(names)}, got {name!r}")
-        wanted[op] = name
-    return wanted
+    """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference" as op -> row."""
+    items = [item.strip().partition("=") for item in text.split(",") if item.strip()]
+    return {op: name for op, _, name in items}
 
 
 def select_all(
-    found: DeviceFacts,
-    kernels: Mapping[str, str] | None = None,
-    strict: bool = False,
-    fmt: KVFormat | None = None,
+    found: DeviceFacts, kernels: Mapping[str, str] | None = None, strict: bool = False, fmt: KVFormat | None = None
 ) -> dict[str, Selection]:
-    """A selection for every op; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`."""
-    wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", ""))
+    """A selection for every op; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
+
+    Raises `ValueError` for an op or a row that the table does not have.
+    """
     if kernels is not None and not isinstance(kernels, Mapping):
         raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
-    wanted |= parse_kernels(",".join(f"{op}={name}" for op, name in (kernels or {}).items()))
+    wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {})
+    for op, name in wanted.items():
+        if op not in TABLE:
+            raise ValueError(f"kernels: expected an op of {list(TABLE)}, got {op!r}")
+        names = sorted({row.name for rows in TABLE[op].values() for row in rows})
+        if name not in names:
+            raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
     return {op: select(op, found, Request(fmt, wanted.get(op), strict)) for op in TABLE}
 
 

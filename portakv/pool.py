@@ -38,6 +38,7 @@ class HybridKVPool:
     `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
     """
 
+    @torch.inference_mode(False)  # what is made here must stay writable outside of an engine's inference mode
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -54,7 +55,8 @@ class HybridKVPool:
     ) -> None:
         self.layers = checks.pool_layers(layers)
         self.page_size = check_positive("page_size", page_size)
-        self.has_swa = swa_size is not None
+        check_positive("size", size)
+        self.has_swa = swa_size is not None and check_positive("swa_size", swa_size) > 0
         self.device = devices.resolve(device)
         self.check = checks.checked_mode(check)
         found = devices.facts(self.device)
@@ -166,6 +168,7 @@ class HybridKVPool:
 
     def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
+        checks.require_location("write_loc", write_loc)
         loc, swa_loc = (
             None if slots is None else torch.empty_like(slots, dtype=torch.int32)
             for slots in (write_loc.loc, write_loc.swa_loc)
@@ -181,12 +184,12 @@ class HybridKVPool:
 
         A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
         strides with a dense last axis. k and v share a dtype: a float, converted or quantised with the layer's scales,
-        or the storage dtype, moved byte for byte. Rows for PAD, the reserved page and negative slots go nowhere.
+        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page and negative slots go nowhere.
 
         Raises `MissingSwaLoc`, and in checked mode `SlotFault` and `StaleWriteLoc`.
         """
-        layer = self._layers.get(layer_id)
-        if layer is None or type(layer_id) is not int:
+        layer = self._layers.get(layer_id) if type(layer_id) is int else None
+        if layer is None:
             raise self._no_storage(layer_id)
         try:
             loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
@@ -262,8 +265,8 @@ class HybridKVPool:
         graphs see them. Unquantised pools check them and make no use of them. Raises `ValueError` unless every scale
         and its float32 reciprocal are finite and positive.
         """
-        layer = self._layers.get(layer_id)
-        if layer is None or type(layer_id) is not int:
+        layer = self._layers.get(layer_id) if type(layer_id) is int else None
+        if layer is None:
             raise self._no_storage(layer_id)
         k, v = (
             checks.scales(name, scale, layer.k_tail[0]) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))

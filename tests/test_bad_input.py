@@ -491,6 +491,18 @@ READS: list[Bad] = [
         "slots: expected handed-out slots, got 4: its page is free",
     ),
     (
+        "load into too few slots",
+        lambda w: w.pool.load_from_host(w.pool.copy_to_host(w.held[4:8]), slots=w.held[4:7]),
+        ValueError,
+        "slots: expected 4, one per token of the copy, got 3",
+    ),
+    (
+        "load into freed slots",
+        lambda w: w.pool.load_from_host(w.pool.copy_to_host(w.held[4:8]), slots=w.freed),
+        SlotOwnership,
+        "slots: expected handed-out slots, got 4: its page is free",
+    ),
+    (
         "load of nothing",
         lambda w: w.pool.load_from_host(None),
         TypeError,
@@ -933,7 +945,7 @@ CONSTRUCTION: list[tuple[str, dict[str, Any], Any, str]] = [
         "an unknown op",
         {"kernels": {"sort_kv": "native"}},
         ValueError,
-        "kernels: expected op=row with an op of .*, got 'sort_kv=native'",
+        "kernels: expected an op of .*, got 'sort_kv'",
     ),
     (
         "an unknown kernel",
@@ -980,7 +992,7 @@ ENVIRONMENT = [
     ("PORTAKV_CHECK", "2", ValueError, "PORTAKV_CHECK: expected 0 or 1, got '2'"),
     ("PORTAKV_CHECK", "true", ValueError, "PORTAKV_CHECK: expected 0 or 1, got 'true'"),
     ("PORTAKV_KERNELS", "store_kv", ValueError, "a row of store_kv among .*, got ''"),
-    ("PORTAKV_KERNELS", "sort_kv=native", ValueError, "an op of .*, got 'sort_kv=native'"),
+    ("PORTAKV_KERNELS", "sort_kv=native", ValueError, "an op of .*, got 'sort_kv'"),
     ("PORTAKV_KERNELS", "store_kv=warp", ValueError, "a row of store_kv among .*, got 'warp'"),
     ("PORTAKV_KERNELS", "gather_kv=reference,store_kv=triton", NoKernel, "no kernel for store_kv on cpu"),
 ]

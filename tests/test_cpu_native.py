@@ -199,6 +199,17 @@ def test_move_permutes_as_if_read_first(isa: str, count: int) -> None:
     assert same(v, want_v)
 
 
+def test_rows_without_bytes(isa: str) -> None:
+    fmt, slots = KVFormat(3, 40, 0, torch.bfloat16), torch.tensor([1, 2])
+    k, v = torch.ones(2, 4, 3, 40, dtype=torch.bfloat16), torch.ones(2, 4, 3, 0, dtype=torch.bfloat16)
+    k[:, 1] = 7
+    one = torch.ones(3)
+    _native.move_kv(k, v, slots.flip(0), slots, faults(), fmt)
+    _native.store_kv(k[0, 1:3], v[0, 1:3], k[1], v[1], slots, one, one, faults(), fmt)
+    assert k[:, 2].eq(7).all()
+    assert k[:, 1].eq(1).all()
+
+
 def arguments() -> dict[str, Any]:
     k_cache, v_cache = canary(2, 6, 2, 8, dtype=torch.bfloat16)
     k, v = torch.ones(2, 3, 2, 8, dtype=torch.bfloat16)

@@ -1,8 +1,8 @@
 """The Triton kernels on CPU tensors, bit for bit against the reference.
 
-Triton reads `TRITON_INTERPRET` when it is imported, so the checks run in a process of their own: run plainly, this
-file starts one; with `TRITON_INTERPRET=1` set, it is that process. Every n-th case of the conformance kit is taken,
-because the interpreter needs about a quarter of a second for one.
+Triton reads `TRITON_INTERPRET` when it is imported, so the checks run in a process of their own: run plainly,
+this file starts one; with `TRITON_INTERPRET=1` set, it is that process. Every n-th case of the conformance
+kit is taken, because the interpreter needs about a quarter of a second for one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ from portakv.kernels import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-EVERY = {"store_kv": 7, "gather_kv": 7, "move_kv": 2}
+EVERY = {"store_kv": 5, "gather_kv": 5, "move_kv": 2}
+
+
+def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
+    """A test of the interpreting process; elsewhere there is none."""
+    return test if INTERPRETED else None
+
 
 if INTERPRETED:
     from portakv.kernels import cuda as kernels
@@ -29,11 +36,11 @@ else:
 
     def test_in_a_process_of_its_own() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        env = os.environ | {"TRITON_INTERPRET": "1"}
+        run = subprocess.run(command, env=env, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout + run.stderr
 
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the first test starts")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN and overflow
 
 
@@ -100,7 +107,8 @@ def test_strided_slots() -> None:
 @interpreted
 def test_tail_without_tokens_is_still_written() -> None:
     out, faults = torch.full((3,), 7), torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
-    kernels.translate_loc(torch.tensor([0, 5, -1]), torch.tensor([], dtype=torch.int64), out, None, None, None, faults)
+    none = torch.tensor([], dtype=torch.int64)
+    kernels.translate_loc(torch.tensor([0, 5, -1]), none, out, None, None, None, faults)
     assert out.tolist() == [PAD] * 3
 
 
@@ -144,13 +152,13 @@ def test_one_kernel_is_for_one_dtype_and_one_paging() -> None:
     faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
     with pytest.raises(TypeError, match=r"v: expected the dtype of K, torch.float32, got torch.bfloat16"):
         kernels.store_kv(row, row.bfloat16(), k, v, loc, ones, ones, faults, fmt)
-    with pytest.raises(ValueError, match=r"v_cache: expected \(slots, page size\) of K, \(4, 1\), got \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"v_cache: expected .* of K, \(4, 1\), got \(4, 2\)"):
         kernels.store_kv(row, row, k, v.view(2, 2, 1, 8), loc, ones, ones, faults, fmt)
     with pytest.raises(TypeError, match="tgt: expected the dtype of src"):
         kernels.move_kv(k[None], v[None], loc.int(), loc, faults, fmt)
     with pytest.raises(TypeError, match="loc_out: expected the dtype of swa_out"):
         kernels.translate_loc(torch.tensor([0, -1]), loc, loc.clone(), loc.int(), None, None, faults)
-    assert not k.any() and not v.any() and not faults.any()
+    assert not any(t.any() for t in (k, v, faults))
 
 
 @interpreted
@@ -161,10 +169,12 @@ def test_asks_only_for_listed_variants() -> None:
     before = kernels.LAUNCHER.variants
     for fmt in formats:
         for i in range(24):
-            tokens, pad, offset = (int(torch.randint(1, 9, ())) for _ in range(3))
+            tokens, pad, start = (int(torch.randint(1, 9, ())) for _ in range(3))
             dtype = fmt.source_dtypes[i % len(FLOAT_DTYPES)]
             k, v = (
-                torch.zeros(tokens, fmt.num_kv_heads, dim + pad + offset, dtype=dtype)[..., offset : offset + dim]
+                torch.zeros(tokens, fmt.num_kv_heads, start + dim + pad, dtype=dtype)[
+                    ..., start : start + dim
+                ]
                 for dim in (fmt.head_dim, fmt.v_head_dim)
             )
             caches = [t[0] for t in fmt.allocate(1, 16, CPU)]

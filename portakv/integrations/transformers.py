@@ -183,8 +183,8 @@ class _Batch:
         self.allocator = pool.allocator
         self.thread = threading.get_ident()
         self.layers: list[_PoolLayer] = []
-        self.write: KVWriteLoc | None = None
-        self.reads: dict[int | None, KVWriteLoc] = {}
+        self.write: KVWriteLoc
+        self.reads: dict[int | None, KVWriteLoc]
         self._forget()
 
     def _forget(self) -> None:
@@ -208,10 +208,9 @@ class _Batch:
             raise ValueError(f"key_states: expected {expected}, got {num_tokens} of {batch}")
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
-        pool, write = self.pool, self.write
-        assert write is not None
+        pool = self.pool
         try:
-            pool.set_kv_buffer(layer.layer_id, write, _token_rows(k), _token_rows(v))
+            pool.set_kv_buffer(layer.layer_id, self.write, _token_rows(k), _token_rows(v))
         except BaseException:
             if starts:
                 self._set_layers(past)
@@ -243,7 +242,7 @@ class _Batch:
         self._set_layers(length)
 
     def select(self, source: Tensor | np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Make row i what row `source[i]` was; the first to name a row keeps its slots, the others copy."""
+        """Make row i what row `source[i]` was: one of those that name a row keeps its slots, others copy."""
         if not self.length:
             return
         self._require_whole()
@@ -253,10 +252,11 @@ class _Batch:
         except IndexError as error:
             raise ValueError(f"indices: expected rows of 0 to {self.size - 1}: {error}") from None
         if not rows:
-            return self.release()
-        first = {row: i for i, row in reversed(list(enumerate(rows)))}
-        copies = [i for i, row in enumerate(rows) if first[row] != i]
-        spare = sorted(set(range(self.size)) - first.keys())  # rows nobody keeps: the copies go there first
+            self.release()
+            return
+        keeper = {row: i for i, row in enumerate(rows)}
+        copies = [i for i, row in enumerate(rows) if keeper[row] != i]
+        spare = sorted(set(range(self.size)) - keeper.keys())  # rows nobody keeps: the copies go there first
         old = self.slots[:, : self.length]
         targets = torch.cat((old[spare], self._new_rows(max(0, len(copies) - len(spare)))))
         new = old[rows]

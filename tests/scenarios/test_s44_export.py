@@ -62,7 +62,7 @@ def test_round_trip(make_pool, kind, page):
     dead = 8 if pool.has_swa else 0
     pool.allocator.free_swa(slots[:dead])
     copy = pool.copy_to_host(slots)
-    assert all(not x.is_cuda for x in copy.keys + copy.values)
+    assert {x.device.type for x in copy.keys + copy.values} == {"cpu"}
     pool.allocator.free(slots)
     pool.allocator.alloc(12)  # so that the copy comes back to other slots
 
@@ -88,7 +88,7 @@ def test_a_sequence_that_begins_inside_a_page(make_pool, unchanged):
     pool.allocator.free_swa(slots[:8])
     copy = pool.copy_to_host(slots[6:])
     assert copy.live.tolist() == [False] * 2 + [True] * 8
-    with unchanged(pool), pytest.raises(ValueError, match=r"copy: expected .* page"):
+    with unchanged(pool), pytest.raises(ValueError, match="copy: expected pages of 4 tokens"):
         pool.load_from_host(copy)
 
 
@@ -107,7 +107,7 @@ def test_a_copy_goes_to_pools_of_another_page_size(make_pool, unchanged):
 
     source.allocator.free_swa(slots[4:7])
     copy = source.copy_to_host(slots)
-    with unchanged(target), pytest.raises(ValueError, match=r"copy: expected .* page"):
+    with unchanged(target), pytest.raises(ValueError, match="copy: expected pages of 4 tokens"):
         target.load_from_host(copy)
 
 

@@ -1,4 +1,4 @@
-"""Kernel bodies in Triton, shared by every device whose Triton compiles them. Importing this imports triton."""
+"""Kernel bodies in Triton, shared by every device that has it. Importing this imports triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Float formats as data, and their conversion from and to float32 in integer arithmetic.
 
 Native casts differ: Triton refuses e4m3fn below sm_89, its interpreter rounds tiny inputs wrongly, and each
@@ -19,8 +19,11 @@ from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float's bit layout. `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a
-    conversion saturates to, 0 where it overflows to infinity."""
+    """A float's bit layout.
+
+    `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a conversion saturates
+    to, 0 where it overflows to infinity.
+    """
 
     mantissa: int
     bias: int
@@ -40,7 +43,9 @@ FLOATS = {
 }
 for _dtype, _fp8 in FP8_DIALECTS.items():
     _inf = 0x7C if _dtype is torch.float8_e5m2 else 0
-    FLOATS[_dtype] = Float(_fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max))
+    FLOATS[_dtype] = Float(
+        _fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max)
+    )
 
 
 @triton.jit

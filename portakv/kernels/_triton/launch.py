@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 class Source:
     """One variant's kernel before compilation.
 
-    A kernel takes pointers, then int64 scalars, then constexprs. `tensors` maps the pointers to element types:
+    A kernel takes pointers, then int64 scalars, then constexprs. `tensors` maps pointers to element types:
     "u8" for rows, which the kernel casts to its own unit. `chunks` programs together cover `rows` rows.
     """
 
@@ -44,8 +44,10 @@ SourceOf = Callable[[Variant, tuple[Tile, ...], int], Source]
 
 
 def compile_source(source: Source, target: GPUTarget) -> Any:
-    """Triton's compiled kernel for `target`; needs no device. Its `asm` has ttir, and ptx and cubin, amdgcn and
-    hsaco, or spv."""
+    """Triton's compiled kernel for `target`; needs no device.
+
+    Its `asm` has "ttir", "ttgir" and "llir", and "ptx" and "cubin", "amdgcn" and "hsaco", or "spv".
+    """
     signature = dict.fromkeys(source.fn.arg_names, "i64")
     signature |= {name: f"*{kind}" for name, kind in source.tensors.items()}
     signature |= dict.fromkeys(source.constants, "constexpr")
@@ -55,13 +57,12 @@ def compile_source(source: Source, target: GPUTarget) -> Any:
         attrs = {(i,): [["tt.divisibility", VECTOR_BYTES]] for i in rows}
     ast = ASTSource(source.fn, signature, dict(source.constants), attrs)
     # Fusing a multiply and an add would round once where the definition rounds twice.
-    return triton.compile(ast, target=target, options={"num_warps": source.num_warps, "enable_fp_fusion": False})
+    options = {"num_warps": source.num_warps, "enable_fp_fusion": False}
+    return triton.compile(ast, target=target, options=options)
 
 
 class Kernel:
     """A variant that is ready to run on one device. Call it with a grid, the tensors and the int scalars."""
-
-    __slots__ = ("rows", "chunks", "_device", "_guard", "_current", "_stream", "_run", "_function", "_metadata", "_tail")
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.rows, self.chunks = source.rows, source.chunks
@@ -72,8 +73,8 @@ class Kernel:
             self._run = compiled.run  # loads the binary, so it comes before `function`
         self._function, self._metadata = compiled.function, compiled.packed_metadata
         self._stream = driver.active.get_current_stream
-        # The launcher takes launch metadata, two profiler hooks, and a place for every constexpr.
-        self._tail = (None,) * len(source.constants)
+        self._hooks = (None, None, None)  # launch metadata, and what a profiler runs before and after
+        self._tail = (None,) * len(source.constants)  # the launcher takes a place for every constexpr
 
     def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
         device = self._device
@@ -87,7 +88,9 @@ class Kernel:
         # Addresses instead of tensors: the launcher would look each one up in the driver.
         pointers = [t.data_ptr() for t in tensors]
         stream = self._stream(self._device)
-        self._run(*grid, stream, self._function, self._metadata, None, None, None, *pointers, *scalars, *self._tail)
+        self._run(
+            *grid, stream, self._function, self._metadata, *self._hooks, *pointers, *scalars, *self._tail
+        )
 
 
 INTERPRETER_TILES = (Tile(1 << 20, 1 << 16, 256),)
@@ -150,14 +153,15 @@ class Launcher:
         return hit[0]
 
     def warm(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
-        """Compile and load `variant` for `device`. A failure is remembered: the same `NoKernel` every time."""
+        """Load `variant` for `device`. A failure is remembered: each call raises that `NoKernel`."""
         key = (variant, -1 if device.index is None else device.index)
         found = self._kernels.get(key)
         if found is None:
             try:
                 found = self._build(variant, device)
             except Exception as e:
-                found = NoKernel(variant.op, str(device), [(f"triton {triton.__version__}", f"{type(e).__name__}: {e}")])
+                reason = f"triton {triton.__version__}", f"{type(e).__name__}: {e}"
+                found = NoKernel(variant.op, str(device), [reason])
                 found.__cause__ = e
             self._kernels[key] = found
         if isinstance(found, NoKernel):

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """move_kv: copy slots inside the caches of every layer, as if every source were read before any write.
 
 Programs of one launch run in any order, so a slot that is both source and target would be read late by some.
@@ -19,7 +19,7 @@ from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots
 Tensor = torch.Tensor
 
 SCRATCH_BYTES = 64 << 20
-"""Most scratch that one pair of launches uses, unless one layer needs more: layers beyond it take another pair."""
+"""Most scratch of one pair of launches, unless one layer needs more; layers beyond it take another pair."""
 
 
 def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:

@@ -1,9 +1,9 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """What the row movers share: how a tile is cut, and where its rows lie.
 
-To a kernel a row is one head of one token, so row r is head `r % HEADS` of token `r // HEADS`. A program moves
-`ROWS` rows by a block of columns, of both K and V. A column is an element, or, where bytes move unchanged, an
-integer as wide as the variant's alignment allows; four 32-bit columns make the 16-byte access of one lane.
+To a kernel a row is one head of one token: row r is head `r % HEADS` of token `r // HEADS`. A program moves
+`ROWS` rows by a block of columns, of both K and V. A column is an element, or, where bytes move unchanged,
+an integer as wide as the variant's alignment allows; four of 32 bits make the 16-byte access of one lane.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tile:
 
 
 Tiles = Mapping[int, tuple[Tile, ...]]
-"""A device's tiles by lanes per warp, each tuple by rising `max_head_bytes`; the last serves all larger heads."""
+"""A device's tiles by lanes per warp, each tuple by rising `max_head_bytes`; the last serves larger heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ def cut_rows(
     tile = next((t for t in tiles if max(k_dim, v_dim) * unit <= t.max_head_bytes), tiles[-1])
     columns = tile.bytes // unit
     if alignment < VECTOR_BYTES:
-        columns = min(columns, lanes * tile.num_warps * 4)  # each column is an access of its own: fewer a lane
+        # Each column is an access of its own; four a lane, with their masks, stay in registers everywhere.
+        columns = min(columns, lanes * tile.num_warps * 4)
     elif src != dst:
         # One vector a lane on the wider side, so that both sides share a layout and nothing is exchanged.
         columns = min(columns, lanes * tile.num_warps * VECTOR_BYTES // unit)
@@ -103,9 +104,9 @@ def conversion(fmt: KVFormat, src: torch.dtype, dst: torch.dtype) -> dict[str, A
 
 
 def _block(k_dim: int, v_dim: int, unit: int, limit: int) -> int:
-    """Columns of a row that one tile covers: the largest power of two that leaves at most a quarter of the lanes
-    idle, but not less than the 64 bytes that memory moves at once."""
-    block = min(triton.next_power_of_2(max(k_dim, v_dim)), limit)
+    """Columns of a row that one tile covers: the largest power of two that leaves at most a quarter of the
+    lanes idle, but not less than the 64 bytes that memory moves at once."""
+    block: int = min(triton.next_power_of_2(max(k_dim, v_dim)), limit)
     while block * unit > 64:
         covered = block * (triton.cdiv(k_dim, block) + triton.cdiv(v_dim, block))
         if 3 * covered <= 4 * (k_dim + v_dim):
@@ -115,17 +116,18 @@ def _block(k_dim: int, v_dim: int, unit: int, limit: int) -> int:
 
 
 def row_alignment(fmt: KVFormat, dtype: torch.dtype, addresses: int) -> int:
-    """A variant's alignment: 16 if every row starts at a multiple of 16 bytes on both sides, else the item size
-    of the other dtype. `addresses` is the bitwise or of every pointer and stride, in bytes."""
+    """A variant's alignment: 16 if every row starts at a multiple of 16 bytes on both sides, else the item
+    size of `dtype`. `addresses` is the bitwise or of every pointer and stride, in bytes."""
     dims = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
     return dtype.itemsize if (addresses | dims) & (VECTOR_BYTES - 1) else VECTOR_BYTES
 
 
 def cache_layout(cache: torch.Tensor) -> tuple[tuple[int, int], int, int, int]:
     """(slots, page size) and the strides of page, slot and head. A row cache is one of pages of one slot."""
-    shape, stride = cache.shape, cache.stride()
-    if len(shape) == 3:
-        return (shape[0], 1), 0, stride[0], stride[1]
+    stride = cache.stride()
+    if len(stride) == 3:
+        return (cache.shape[0], 1), 0, stride[0], stride[1]
+    shape = cache.shape
     if shape[1] == 1:  # kernels tell a paged cache by its page size
         return (shape[0], 1), 0, stride[0], stride[2]
     return (shape[0] * shape[1], shape[1]), stride[0], stride[1], stride[2]
@@ -148,7 +150,7 @@ def check_pair(
 
 @triton.jit
 def row_pointers(base, offset, column, ITEM: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers `[rows, columns]` of type `UNIT` into rows that start `offset` items of `ITEM` bytes after `base`."""
+    """Pointers `[rows, columns]` of type `UNIT`; a row starts `offset` items of `ITEM` bytes after `base`."""
     base = base.to(tl.pointer_type(UNIT))
     if ALIGNED:
         # As a number of vectors times their width, which is how the compiler learns that it is aligned.

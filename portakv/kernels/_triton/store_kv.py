@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """store_kv: rows of K and V into the caches, in one launch."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Tensor = torch.Tensor
 
 def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
     fmt, dtype = variant.fmt, variant.dtype
-    assert fmt is not None and dtype is not None
+    assert fmt is not None
+    assert dtype is not None
     cut = cut_rows(fmt, dtype, fmt.dtype, variant.alignment, tiles, lanes)
     return Source(
         kernel,
@@ -53,7 +54,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference.store_kv`, whose docstring is the contract. K and V share dtype and pages."""
+    """`portakv.kernels.reference.store_kv` has the contract; here K and V share one dtype and one paging."""
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
@@ -77,8 +78,10 @@ def launch(
     kernel(
         (-(-num_tokens * fmt.num_kv_heads // kernel.rows), kernel.chunks, 1),
         (k, v, k_cache, v_cache, loc, k_inv, v_inv, faults),
-        (num_tokens, loc.stride(0), *pages, k_token, k_head, v_token, v_head)
-        + (k_page, k_slot, k_cache_head, v_page, v_slot, v_cache_head),
+        (
+            *(num_tokens, loc.stride()[0], *pages, k_token, k_head, v_token, v_head),
+            *(k_page, k_slot, k_cache_head, v_page, v_slot, v_cache_head),
+        ),
     )
 
 

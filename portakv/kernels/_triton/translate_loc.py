@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """translate_loc: the SWA slot of each full slot, with every cast, copy and tail, in one launch."""
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, PAD, Variant
 from portakv.kernels._triton.launch import Launcher, Source
 from portakv.kernels._triton.rows import Tile
-from portakv.kernels._triton.slots import INDEX_TYPES, SLOTS_PER_PROGRAM, count_faults, load_slots, write_slots
+from portakv.kernels._triton.slots import (
+    INDEX_TYPES,
+    SLOTS_PER_PROGRAM,
+    count_faults,
+    load_slots,
+    write_slots,
+)
 
 Tensor = torch.Tensor
 
@@ -56,8 +62,10 @@ def launch(
         (-(-longest // kernel.rows), 1, 1),
         # An output that is absent has length 0: nothing is written through its pointer.
         (mapping, loc, *(faults if out is None else out for out in outs), faults),
-        (loc.shape[0], loc.stride(0), mapping.shape[0] - 1, *lengths)
-        + tuple(1 if out is None else out.stride(0) for out in outs),
+        (
+            *(loc.shape[0], loc.stride(0), mapping.shape[0] - 1, *lengths),
+            *(1 if out is None else out.stride(0) for out in outs),
+        ),
     )
 
 

@@ -136,9 +136,9 @@ Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kParallelBytes = 64 << 10;  // below this one thread is faster than waking a second
-constexpr int64_t kThreadBytes = 32 << 10;
-constexpr int64_t kGilBytes = 32 << 10;  // letting go of the GIL costs about as much as copying this
+constexpr int64_t kParallelBytes = 64 << 10;  // one thread below
+constexpr int64_t kThreadBytes = 32 << 10;    // at least this much for each thread
+constexpr int64_t kGilBytes = 32 << 10;       // the GIL is kept below
 
 int threads_for(int64_t bytes) {
 #ifdef _OPENMP

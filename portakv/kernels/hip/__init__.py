@@ -9,7 +9,7 @@ from portakv.kernels._triton.launch import Launcher
 from portakv.kernels._triton.rows import Tile
 
 TILES = {64: (Tile(1 << 20, 4096, 4),), 32: (Tile(1 << 20, 4096, 4),)}
-"""One 16-byte vector a lane of a wave64, two of a wave32. A smaller tile would leave 8-byte accesses on CDNA."""
+"""One 16-byte vector a lane of a wave64, two of a wave32. A smaller tile leaves 8-byte accesses on CDNA."""
 
 LAUNCHER = Launcher("hip", _triton.SOURCES, TILES)
 
