@@ -41,10 +41,14 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 def environment() -> dict[str, str]:
     """What a figure depends on: versions, processor, threads and commit."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    try:
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        commit = ""
     found = portakv.device.facts(torch.device("cpu"))
     return {
-        "portakv": commit.stdout.strip() or "no git",
+        "portakv": commit or "no git",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": f"{found.name} {sorted(found.features)}",

@@ -1,4 +1,5 @@
-"""`portakv info` and `portakv run`: what was chosen here and why, and a model generating through a pool.
+"""`portakv info`, `check`, `compile` and `run`: what was chosen here and why, if its bytes are right, what kernels
+compile to, and a model on a pool.
 
 Results go to stdout, progress and errors to stderr. Exit code 1 is a mismatch, 2 a command that cannot run.
 """
@@ -23,9 +24,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from portakv import check as conformance
 from portakv import compare, device, dispatch
+from portakv import compile as compilation
+from portakv.check import Outcome
 from portakv.compare import Comparison
 from portakv.errors import PortaKVError
+from portakv.formats import list_variants
+from portakv.layers import LayerSpec, layers_from_config
 
 app = typer.Typer(
     help="One KV-cache pool for hybrid models, with the same bytes on every device.",
@@ -37,6 +43,9 @@ _out = Console()
 _err = Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cuda, hip, xpu, cpu, or a torch device such as cuda:1.")
+]
 
 
 @app.command()
@@ -53,9 +62,7 @@ def info(as_json: AsJson = False) -> None:
                 "name": facts.name,
                 "features": sorted(facts.features),
                 "versions": _versions(),
-                "probed": [
-                    {"kind": p.kind.value, "count": p.count, "reason": p.reason} for p in device.probe()
-                ],
+                "probed": [{"kind": p.kind.value, "count": p.count, "reason": p.reason} for p in device.probe()],
                 "kernels": {op: selection.row.name for op, selection in chosen.items()},
                 "rejected": {op: {row.name: why for row, why in s.rejected} for op, s in chosen.items()},
             }
@@ -75,6 +82,101 @@ def info(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def check(device_name: DeviceName = None, as_json: AsJson = False) -> None:
+    """Compare every kernel of a device with the reference, bit for bit, and replay captured graphs."""
+    with _one_line_errors():
+        target = device.resolve(_kind_or_device(device_name))
+    outcomes = []
+    with _progress() as bars:
+        for outcome in bars.track(
+            conformance.check_device(target), total=len(conformance.rows(target)), description="checking"
+        ):
+            outcomes.append(outcome)
+    passed = all(outcome.result != "failed" for outcome in outcomes)
+    if as_json:
+        _print_json(
+            {
+                "device": device.kind_of(target).value,
+                "versions": _versions(),
+                "passed": passed,
+                "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
+            }
+        )
+    else:
+        _print_header(str(target))
+        _out.print(_outcomes_table(outcomes))
+    if not passed:
+        _err.print("mismatch: a kernel differs from the reference", style="bold red")
+        raise typer.Exit(1)
+
+
+@app.command("compile")
+def compile_kernels(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,…",
+            help=f"Such as {', '.join(compilation.TARGETS)}. Without it: all of these that this Triton compiles for.",
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", metavar=compilation.FORMAT_SYNTAX, help="A layer's format; give several for a pool."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", exists=True, help="A checkpoint whose layers' formats are compiled."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="The storage dtype of a pool for the checkpoint.")] = "bfloat16",
+    page_size: Annotated[int, typer.Option(min=1, help="The page size of that pool.")] = 1,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, help="A page whose table of targets is brought up to date."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile every kernel variant for GPUs that need not be here, into Triton's cache, and inspect the code."""
+    with _one_line_errors():
+        names = ",".join(target or compilation.TARGETS).split(",")
+        wanted = [compilation.Target.parse(name) for name in dict.fromkeys(names)]
+        chosen = [compilation.parse_format(text) for text in formats or ()]
+        if model is not None:
+            chosen += compilation.model_formats(_checkpoint_layers(model), dtype, page_size)
+        chosen = chosen or list(compilation.FORMATS)
+        unavailable = {one.name: why for one in wanted if (why := one.unavailable()) is not None}
+        for name, why in unavailable.items():
+            _err.print(f"portakv: {name} was not compiled: {why}", style="yellow", markup=False, highlight=False)
+        able = [one for one in wanted if one.name not in unavailable]
+        if not able:
+            raise typer.Exit(2)
+        with _progress() as bars:
+            task = bars.add_task("compiling", total=len(able) * len(list_variants(chosen)))
+            reports = compilation.compile_all(able, chosen, functools.partial(bars.advance, task))
+        summary = list(compilation.summarize(reports))
+        if markdown is not None:
+            markdown.write_text(compilation.update_table(markdown.read_text(), summary))
+    if as_json:
+        _print_json(
+            {
+                "versions": _versions() | {"triton": compilation.triton_version()},
+                "unavailable": unavailable,
+                "kernels": [{**dataclasses.asdict(report), "ok": report.ok} for report in reports],
+            }
+        )
+    else:
+        shown = _table("Kernel variants by target: the most of any, and sums", *compilation.COLUMNS)
+        for row in summary:
+            shown.add_row(*row)
+        _out.print(shown)
+    for report in reports:
+        for problem in report.problems:
+            line = f"portakv: {report.target} {report.op} {report.variant}: {problem}"
+            _err.print(line, style="red", markup=False, highlight=False)
+    if not all(report.ok for report in reports) or (target and unavailable):
+        raise typer.Exit(1)
+
+
+@app.command()
 def run(
     model: Annotated[
         Path | None,
@@ -85,9 +187,7 @@ def run(
             help="A local checkpoint. Without it: scaled-down GPT-OSS, Gemma 3 and MiMo-V2, random weights.",
         ),
     ] = None,
-    device_name: Annotated[
-        str | None, typer.Option("--device", help="cuda, hip, xpu, cpu, or a torch device such as cuda:1.")
-    ] = None,
+    device_name: DeviceName = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; give several for a batch.", show_default=False)
     ] = None,
@@ -151,11 +251,19 @@ def _require_transformers() -> None:
     except ModuleNotFoundError as e:
         if e.name != "transformers":
             raise
-        _err.print("portakv: `portakv run` needs transformers: pip install 'portakv[run]'", markup=False)
+        _err.print("portakv: a model needs transformers: pip install 'portakv[run]'", markup=False)
         raise typer.Exit(2) from None
     logging: Any = transformers_logging  # its functions have no types
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def _checkpoint_layers(directory: Path) -> list[LayerSpec]:
+    _require_transformers()
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig  # its methods have no types
+    return layers_from_config(config.from_pretrained(directory))
 
 
 def _kind_or_device(name: str | None) -> device.DeviceKind | str | None:
@@ -194,6 +302,16 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column)
+    return table
+
+
+def _outcomes_table(outcomes: list[Outcome]) -> Table:
+    table = _table(
+        "Kernels beside the reference, bit for bit", "op", "row", "result", "cases", "first difference, or why not run"
+    )
+    for o in outcomes:
+        result = "[bold red]FAILED[/]" if o.result == "failed" else o.result
+        table.add_row(o.op, o.row, result, f"{o.cases} of {o.total}" if o.total else "–", escape(o.detail))
     return table
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,17 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and its prompts: `input_ids` and `attention_mask` are int64 `[B, T]`, left padded."""
+    """A model and its prompts: `input_ids` and `attention_mask` are int64 `[B, T]`, left padded.
+
+    `page_size` is the pool's; `threads` torch's on a CPU, `None` for as many as it has.
+    """
 
     name: str
     model: Any
     input_ids: Tensor
     attention_mask: Tensor
     page_size: int = 16
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,9 @@ def scaled_subjects(device: torch.device, prompts: Sequence[str]) -> Iterator[Su
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = causal_lm.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        yield Subject(name, model.eval().to(device), input_ids.to(device), mask.to(device), page_size=4)
+        model = model.eval().to(device)
+        # In matrices this small more threads only wait for each other, for long on a busy machine.
+        yield Subject(name, model, input_ids.to(device), mask.to(device), page_size=4, threads=1)
 
 
 def local_subject(directory: Path, device: torch.device, prompts: Sequence[str]) -> Subject:
@@ -191,11 +198,10 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
     from portakv.integrations.transformers import PortaKVCache
 
     model, (batch, width) = subject.model, subject.input_ids.shape
-    own = _generate(subject, None, new_tokens, on_token)
-    cache = PortaKVCache.for_model(
-        model, batch, width + new_tokens, max_chunk=width, page_size=subject.page_size
-    )
-    ours = _generate(subject, cache, new_tokens, on_token)
+    cache = PortaKVCache.for_model(model, batch, width + new_tokens, max_chunk=width, page_size=subject.page_size)
+    with _torch_threads(subject.threads):
+        own = _generate(subject, None, new_tokens, on_token)
+        ours = _generate(subject, cache, new_tokens, on_token)
     pool = cache.pool
     held = {"full": pool.size - pool.allocator.available("full")}
     held["swa"] = (pool.swa_size or 0) - pool.allocator.available("swa")
@@ -221,6 +227,16 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
         swa_slots_held=held["swa"],
         swa_slots_bound=batch * (pool.window + pool.page_size + 1) if pool.window else 0,
     )
+
+
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _generate(subject: Subject, cache: Any, new_tokens: int, on_token: OnToken) -> _Run:

@@ -10,6 +10,7 @@ import enum
 import functools
 import importlib.metadata
 import importlib.util
+import mmap
 import os
 import platform
 from collections.abc import Callable
@@ -63,6 +64,8 @@ class DeviceFacts:
     features: frozenset[str] = frozenset()
     packages: dict[str, Package] = field(default_factory=dict, hash=False)
 
+
+_HUGE_PAGE = 2 << 20
 
 _TORCH_TYPE = {DeviceKind.CUDA: "cuda", DeviceKind.HIP: "cuda", DeviceKind.XPU: "xpu", DeviceKind.CPU: "cpu"}
 
@@ -234,6 +237,17 @@ def _cpu_features() -> frozenset[str]:
 def shares_host_memory(device: torch.device) -> bool:
     """Whether a host array and a tensor on `device` can be the same memory."""
     return device.type == "cpu"
+
+
+def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeroed uint8 `[num_bytes]` on `device`, on the host in huge pages where the system gives them when asked."""
+    if device.type != "cpu" or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # Rows are scattered over the whole pool, and a page walk for each costs as much as moving it.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    # Touched now, not by the first stores.
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:

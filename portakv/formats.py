@@ -43,6 +43,9 @@ FP8_DIALECTS = {
     )
 }
 
+VECTOR_BYTES = 16
+"""The widest access of one GPU lane; rows that are aligned to it can be moved by it."""
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that are stored and read by value. The quiet NaN of each is the only NaN a conversion writes."""
 
@@ -90,15 +93,10 @@ class KVFormat:
         """What `store_kv` takes: every float by value, the storage dtype byte for byte."""
         return FLOAT_DTYPES if self.dtype in FLOAT_DTYPES else (*FLOAT_DTYPES, self.dtype)
 
-    def allocate(self, num_layers: int, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeroed K `[L, rows, H, D]` and V `[L, rows, H, Dv]` for `num_layers` layers."""
-        shape = (num_layers, num_rows, self.num_kv_heads)
-        # Through uint8: not every device can fill an fp8 tensor, and zero bytes are 0.0 in every dtype.
-        k, v = (
-            torch.zeros((*shape, dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
-            for dim in (self.head_dim, self.v_head_dim)
-        )
-        return k.view(self.dtype), v.view(self.dtype)
+    def shapes(self, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """K `[L, rows, H, D]` and V `[L, rows, H, Dv]` of `num_layers` layers."""
+        rows = (num_layers, num_rows, self.num_kv_heads)
+        return (*rows, self.head_dim), (*rows, self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Variant:
     dtype: torch.dtype | None = None
     index_dtype: torch.dtype = torch.int64
     out_index_dtype: torch.dtype | None = None
-    alignment: int = 16
+    alignment: int = VECTOR_BYTES
 
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -126,10 +124,14 @@ def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
         out[Variant("cast_loc", index_dtype=index, out_index_dtype=torch.int32)] = None
     out[Variant("patch_map")] = None
     for fmt in formats:
-        for index in INDEX_DTYPES:
-            for dtype in fmt.source_dtypes:
-                for alignment in (16, dtype.itemsize):
+        for dtype in fmt.source_dtypes:
+            # Rows whose dims are not whole vectors cannot all be aligned to one.
+            dim_bytes = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
+            alignments = (dtype.itemsize,) if dim_bytes % VECTOR_BYTES else (VECTOR_BYTES, dtype.itemsize)
+            for index in INDEX_DTYPES:
+                for alignment in alignments:
                     out[Variant("store_kv", fmt, dtype, index, alignment=alignment)] = None
                     out[Variant("gather_kv", fmt, dtype, index, alignment=alignment)] = None
-            out[Variant("move_kv", fmt, fmt.dtype, index)] = None
+                    if dtype == fmt.dtype:
+                        out[Variant("move_kv", fmt, dtype, index, alignment=alignment)] = None
     return tuple(out)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from portakv import device as devices
 from portakv import dispatch
 from portakv.formats import KVFormat
 from portakv.layers import LayerSpec, check_positive
@@ -151,7 +153,10 @@ def allocate_group(
 ) -> LayerGroup:
     """Zeroed storage for layers `ids`, scales of 1, and the kernels chosen for the format."""
     side, fmt = key
-    k_caches, v_caches = fmt.allocate(len(ids), num_rows, device)
+    k_caches, v_caches = (
+        devices.zeros(math.prod(shape) * fmt.dtype.itemsize, device).view(fmt.dtype).view(shape)
+        for shape in fmt.shapes(len(ids), num_rows)
+    )
     return LayerGroup(
         side,
         fmt,

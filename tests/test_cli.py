@@ -100,9 +100,7 @@ def test_scaled_models_keep_the_released_patterns() -> None:
         assert ratios[0] == ratios[1]
 
 
-def test_run_shows_tables_and_progress(
-    invoke: Invoke, one_model: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_shows_tables_and_progress(invoke: Invoke, one_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = io.StringIO()
     monkeypatch.setattr(cli, "_err", Console(file=progress, force_terminal=True))
     result = invoke("run", "--new-tokens", 5)
@@ -117,9 +115,7 @@ def test_a_mismatch_exits_with_1(invoke: Invoke, one_model: None, monkeypatch: p
     """The oldest key that the first sequence can see, lost at every step."""
     gather_kv = HybridKVPool.gather_kv
 
-    def lossy(
-        self: HybridKVPool, layer_id: int, locations: Any, k_out: torch.Tensor, v_out: torch.Tensor
-    ) -> Any:
+    def lossy(self: HybridKVPool, layer_id: int, locations: Any, k_out: torch.Tensor, v_out: torch.Tensor) -> Any:
         gather_kv(self, layer_id, locations, k_out, v_out)
         k_out[0] = 0
         return k_out, v_out

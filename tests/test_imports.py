@@ -65,9 +65,7 @@ def test_import_creates_no_context_and_survives_a_fork() -> None:
 
 def test_import_takes_under_200_ms() -> None:
     """On top of `import torch`, in processor time: what else runs on the machine does not count."""
-    code = (
-        "import time, torch\nstart = time.process_time()\nimport portakv\nprint(time.process_time() - start)"
-    )
+    code = "import time, torch\nstart = time.process_time()\nimport portakv\nprint(time.process_time() - start)"
     assert statistics.median(float(python(code)) for _ in range(5)) < 0.2
 
 
@@ -85,9 +83,7 @@ def imports(file: Path) -> set[str]:
             assert node.level == 0, f"{file}: relative import"
             # `from portakv import device` imports a module, `from portakv.device import probe` part of one.
             of_package = node.module in ("portakv", "portakv.kernels", "portakv.kernels._triton")
-            found |= {
-                f"{node.module}.{alias.name}" if of_package else f"{node.module}" for alias in node.names
-            }
+            found |= {f"{node.module}.{alias.name}" if of_package else f"{node.module}" for alias in node.names}
     return {name for name in found if name.startswith("portakv.")}
 
 

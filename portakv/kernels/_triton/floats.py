@@ -21,8 +21,8 @@ from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 class Float:
     """A float's bit layout.
 
-    `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a conversion saturates
-    to, 0 where it overflows to infinity.
+    `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a conversion
+    saturates to, 0 where it overflows to infinity.
     """
 
     mantissa: int

@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from portakv.errors import NoKernel
-from portakv.formats import KVFormat, Variant
-from portakv.kernels._triton.rows import VECTOR_BYTES, Tile, Tiles
+from portakv.formats import VECTOR_BYTES, KVFormat, Variant
+from portakv.kernels._triton.rows import Tile, Tiles
 
 Tensor = torch.Tensor
 

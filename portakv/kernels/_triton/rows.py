@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from portakv.formats import KVFormat
+from portakv.formats import VECTOR_BYTES, KVFormat
 from portakv.kernels._triton.floats import FLOATS
 
-VECTOR_BYTES = 16
 
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 SLOTS_PER_PROGRAM = 256
-"""For the ops that move slots only: two waves of lanes at four warps of 32."""
+"""For the ops that move slots only: two a lane, at four warps of 32."""
 
 INDEX_TYPES = {torch.int32: "i32", torch.int64: "i64"}
 

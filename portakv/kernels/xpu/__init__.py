@@ -8,8 +8,8 @@ from portakv.kernels import _triton
 from portakv.kernels._triton.launch import Launcher
 from portakv.kernels._triton.rows import Tile
 
-TILES = {32: (Tile(1 << 20, 4096, 4),), 16: (Tile(1 << 20, 4096, 8),)}
-"""By the sub-group size the kernels are compiled for; two 16-byte vectors a lane."""
+TILES = {32: (Tile(1 << 20, 4096, 4),)}
+"""Two 16-byte vectors a lane, of K and of V each; the backend compiles for sub-groups of 32."""
 
 LAUNCHER = Launcher("xpu", _triton.SOURCES, TILES)
 

@@ -1,0 +1,280 @@
+"""The conformance suite: every row of a device's table against the reference, and captured graphs replayed.
+
+for outcome in check.check_device(torch.device("cuda")):
+    print(outcome.op, outcome.row, outcome.result, outcome.detail)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from portakv import device as devices
+from portakv import dispatch, testing
+from portakv.errors import NoKernel
+from portakv.formats import PAD, KVFormat
+from portakv.kernels import reference
+from portakv.layers import LayerSpec
+from portakv.pool import HybridKVPool
+from portakv.testing import Case, Mismatch
+
+Tensor = torch.Tensor
+Result = Literal["passed", "failed", "unavailable", "definition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one row: `cases` of `total` ran, up to the first difference, which `detail` names.
+
+    `detail` is the reason where the row is "unavailable"; "definition" is the reference where its own results are
+    the expected ones.
+    """
+
+    op: str
+    row: str
+    result: Result
+    detail: str = ""
+    cases: int = 0
+    total: int = 0
+
+
+GRAPH_FILLS = {"graph, filled before replay": False, "graph, filled inside": True}
+
+
+def rows(device: torch.device) -> list[tuple[str, str]]:
+    """Every (op, row) of the device's column, then every (graph, row) for captured graphs through a pool."""
+    kind = devices.kind_of(device)
+    ops = [(op, row.name) for op, columns in dispatch.TABLE.items() for row in columns[kind]]
+    return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in dispatch.TABLE["store_kv"][kind]]
+
+
+def check_device(device: torch.device) -> Iterator[Outcome]:
+    """The outcome of each of `rows(device)`, in that order. Never raises for what a kernel does."""
+    for op, row in rows(device):
+        yield check_graphs(op, row, device) if op in GRAPH_FILLS else check_row(op, row, device)
+
+
+def check_row(
+    op: str, row: str, device: torch.device, cases: Sequence[Case] | None = None, until: float = math.inf
+) -> Outcome:
+    """Run a row on `cases` (default: all of its op), none of which starts after `until` on the monotonic clock."""
+    if row == "reference" and devices.kind_of(device) is devices.DeviceKind.CPU:
+        return Outcome(op, row, "definition")
+    cases = list(testing.cases(op)) if cases is None else cases
+    done = 0
+    try:
+        kernel = dispatch.load(op, dispatch.select(op, devices.facts(device), dispatch.Request(wanted=row)))
+        for case in cases:
+            if time.monotonic() > until:
+                break
+            testing.check(op, kernel, case, device)
+            done += 1
+    except Exception as e:  # whatever a kernel does is a finding about its row, and the other rows still run
+        return _complaint(e, op, row, done, len(cases))
+    return Outcome(op, row, "passed", "", done, len(cases))
+
+
+def check_graphs(graph: str, row: str, device: torch.device) -> Outcome:
+    """Replay the stores of pools that run on `row` wherever it has an op: page sizes 1 and 4, copied and quantised."""
+    done, total = 0, len(GRAPH_POOLS) * GraphStores.REPLAYS
+    try:
+        for page_size, dtype in GRAPH_POOLS:
+            for _ in GraphStores(device, row, GRAPH_FILLS[graph], page_size, dtype).replays():
+                done += 1
+    except Exception as e:
+        return _complaint(e, graph, row, done, total)
+    return Outcome(graph, row, "passed", "", done, total)
+
+
+def _complaint(e: Exception, op: str, row: str, done: int, total: int) -> Outcome:
+    reasons = dict(e.rejected) if isinstance(e, NoKernel) else {}
+    if row in reasons:
+        return Outcome(op, row, "unavailable", reasons[row], 0, total)
+    detail = str(e) if isinstance(e, Mismatch) else f"{type(e).__name__}: {e}"
+    return Outcome(op, row, "failed", detail, done, total)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether torch can capture graphs on `device`."""
+    return _graph_class(device) is not None
+
+
+def _graph_class(device: torch.device) -> Any:
+    module = torch.get_device_module(device)
+    return getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
+
+
+def capture(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`step` as a captured graph to replay; on a device without graphs `step` itself, over the same buffers.
+
+    It runs once before it is captured: a kernel cannot be compiled during a capture.
+    """
+    step()
+    graph_class = _graph_class(device)
+    if graph_class is None:
+        return step
+    module, graph = torch.get_device_module(device), graph_class()
+    with module.device(device), module.graph(graph):
+        step()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+FULL, SWA = LayerSpec(None, 2, 16, 8), LayerSpec(6, 2, 16, 8)
+GRAPH_POOLS = ((1, torch.bfloat16), (4, torch.float8_e5m2))
+K_SCALE, V_SCALE = 2.0, 0.25
+
+
+class GraphStores:
+    """`set_kv_buffer` of full and SWA layers, captured for two batch sizes over one GraphWriteLoc, then replayed.
+
+    Layers 0 and 1 store at its int64 locations, 2 and 3 at the int32 twins. With `inside` the graph begins with
+    `fill` over a PAD-padded input; otherwise `fill` comes before each replay. The rows of padded tokens are NaN.
+    Whole buffers are compared with what the allocator's host mapping says should be there.
+    """
+
+    SIZES = (4, 12)
+    REPLAYS = 9
+
+    def __init__(self, device: torch.device, row: str, inside: bool, page_size: int, dtype: torch.dtype) -> None:
+        self.device, self.inside = device, inside
+        self.pool = HybridKVPool(
+            [FULL, SWA, FULL, SWA],
+            size=64,
+            swa_size=32,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            kernels={op: row for op, name in rows(device) if name == row and op in dispatch.TABLE},
+            # A replayed graph validates nothing, so checked mode must neither read back nor object.
+            check=inside and has_graphs(device),
+        )
+        for layer in range(4):
+            self.pool.set_scales(layer, K_SCALE, V_SCALE)
+        longest = max(self.SIZES)
+        self.write_loc = self.pool.graph_write_loc(longest, int32_twin=True)
+        self.slots = torch.zeros(longest, dtype=torch.int64, device=device)
+        shapes = ((longest, 2, 16), (longest, 2, 8))
+        self.rows = [[torch.zeros(s, dtype=torch.bfloat16, device=device) for s in shapes] for _ in range(4)]
+        self.generator = torch.Generator().manual_seed(page_size)
+        self.graphs = {n: capture(partial(self._step, n), device) for n in self.SIZES}
+        self.addresses = [t.data_ptr() for t in self._locations()]
+        self.faults = self.pool.faults()
+
+    def replays(self) -> Iterator[str]:
+        """The name of each replay, once it did what it should. Raises `Mismatch` for the first that did not."""
+        allocator, page, longest = self.pool.allocator, self.pool.page_size, max(self.SIZES)
+        batch = allocator.alloc(longest)
+        yield self.replay("a full batch", batch)
+        yield self.replay("fewer tokens", batch[: longest - 3])
+        yield self.replay("the smaller graph", batch[: min(self.SIZES) - 1])
+        yield self.replay("no tokens", batch[:0])
+        peers = self.pool.allocator.mapping[batch.numpy()]
+        allocator.free_swa(batch[:page])
+        yield self.replay("a page without a peer", batch)
+        taken = allocator.alloc(page)
+        allocator.restore_swa(batch[:page])
+        assert (self.pool.allocator.mapping[batch[:page].numpy()] != peers[:page]).all()
+        yield self.replay("a remapped page", batch)
+        allocator.free(batch)
+        allocator.free(taken)
+        batch = allocator.alloc(longest).flip(0)
+        yield self.replay("another batch", batch)
+        odd = batch.clone()
+        odd[1:5] = torch.tensor([-1, self.pool.full_to_swa.shape[0] - 1, 2**40, page - 1])
+        yield self.replay("slots out of range", odd)
+        yield self.replay("the batch after it", batch)
+        self.pool.check_integrity()
+
+    def replay(self, name: str, loc: Tensor) -> str:
+        """Replay the smallest graph that holds `loc [n]`, full slots on the host, and compare every byte."""
+        live = len(loc)
+        size = min(n for n in self.SIZES if n >= live)
+        for pair in self.rows:
+            for x in pair:
+                x.copy_(torch.randn(x.shape, generator=self.generator))
+                x[live:] = math.nan
+        twin = torch.where(loc == loc.int(), loc, -1)
+        swa = torch.from_numpy(self.pool.allocator.mapping)[torch.where(self._in_range(loc), loc, -1)]
+        expected = [self._expected(layer, (twin if layer >= 2 else loc, swa)[layer % 2]) for layer in range(4)]
+        if self.inside:
+            self.slots.fill_(PAD)
+            self.slots[:live] = loc.to(self.device)
+        else:
+            self.write_loc.fill(loc)
+        allocated = _allocations(self.device)
+        self.graphs[size]()
+        if _allocations(self.device) != allocated:
+            raise Mismatch(f"{name}: the replay allocated device memory")
+        self._compare_locations(name, (loc, swa, twin, swa))
+        for layer, caches in enumerate(expected):
+            for what, want, got in zip("KV", caches, self.pool.get_kv_buffer(layer), strict=True):
+                _compare_rows(f"{name}: layer {layer} {what}", want, got)
+        self._compare_faults(name, loc, twin)
+        return name
+
+    def _step(self, size: int) -> None:
+        if self.inside:
+            self.write_loc.fill(self.slots[:size])
+        twin = self.write_loc.int32
+        assert twin is not None
+        for layer, (k, v) in enumerate(self.rows):
+            locations = twin[:size] if layer >= 2 else self.write_loc[:size]
+            self.pool.set_kv_buffer(layer, locations, k[:size], v[:size])
+
+    def _in_range(self, loc: Tensor) -> Tensor:
+        return (loc >= 0) & (loc < self.pool.full_to_swa.shape[0] - 1)
+
+    def _expected(self, layer: int, slots: Tensor) -> tuple[Tensor, ...]:
+        """The layer's K and V on the host as they should be once `slots` are stored; elsewhere as they are now."""
+        caches = tuple(cache.to("cpu", copy=True) for cache in self.pool.get_kv_buffer(layer))
+        writable = (slots >= self.pool.page_size) & (slots < len(caches[0]))
+        for cache, x, scale in zip(caches, self.rows[layer], (K_SCALE, V_SCALE), strict=True):
+            fmt = KVFormat(2, 16, 8, cache.dtype, self.pool.page_size)
+            values = reference.convert(x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale))
+            cache.view(torch.uint8)[slots[writable]] = values.view(torch.uint8)[writable]
+        return caches
+
+    def _locations(self) -> tuple[Tensor, ...]:
+        """loc, swa_loc and the twins of both."""
+        twin = self.write_loc.int32
+        assert twin is not None
+        assert twin.swa_loc is not None
+        return self.write_loc.loc, self.write_loc.swa_loc, twin.loc, twin.swa_loc
+
+    def _compare_locations(self, name: str, expected: Sequence[Tensor]) -> None:
+        locations = self._locations()
+        if [t.data_ptr() for t in locations] != self.addresses:
+            raise Mismatch(f"{name}: a location buffer moved")
+        for what, want, got in zip(("loc", "swa_loc", "int32.loc", "int32.swa_loc"), expected, locations, strict=True):
+            padded = torch.full((len(got),), PAD)
+            padded[: len(want)] = want
+            if not torch.equal(padded, got.cpu().long()):
+                raise Mismatch(f"{name}: {what}: expected {padded.tolist()}, got {got.tolist()}")
+
+    def _compare_faults(self, name: str, loc: Tensor, twin: Tensor) -> None:
+        over = [int((slots >= self.pool.full_to_swa.shape[0] - 1).sum()) for slots in (loc, twin)]
+        self.faults["translate_loc"] += over[0]
+        self.faults["cast_loc"] += int((loc != twin).sum())
+        self.faults["store_kv"] += sum(over)
+        if self.pool.faults() != self.faults:
+            raise Mismatch(f"{name}: expected faults {self.faults}, got {self.pool.faults()}")
+
+
+def _compare_rows(what: str, want: Tensor, got: Tensor) -> None:
+    a, b = want.view(torch.uint8).flatten(1), got.cpu().view(torch.uint8).flatten(1)
+    wrong = (a != b).any(1).nonzero().flatten().tolist()
+    if wrong:
+        raise Mismatch(f"{what}: row {wrong[0]} differs, {len(wrong)} of {len(a)} in all")
+
+
+def _allocations(device: torch.device) -> int:
+    """Device allocations made so far; 0 on a device that does not count them."""
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return int(stats(device).get("allocation.all.allocated", 0)) if stats else 0

@@ -1,0 +1,447 @@
+"""`warmup`, and `portakv compile`: every variant for GPUs that need not be here, and what their compilers made of it.
+
+Compiling shows what a kernel asks of a GPU, not that its bytes are right; the interpreter and GPUs show that.
+Triton is imported when it is needed, not with this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portakv.device import DeviceKind
+from portakv.errors import PortaKVError
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Variant, list_variants
+from portakv.groups import plan_groups
+from portakv.layers import LayerSpec, check_positive
+
+if TYPE_CHECKING:
+    from portakv.pool import HybridKVPool
+
+TARGETS = (
+    *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+    *("pvc", "bmg"),
+)
+"""What CI compiles for. Any other sm_NN or gfxNNN that the installed Triton knows is taken too."""
+
+FORMATS = (
+    KVFormat(8, 128, 128, torch.bfloat16),
+    KVFormat(6, 192, 128, torch.float8_e4m3fn, page_size=16),
+    KVFormat(8, 64, 64, torch.float8_e4m3fnuz, page_size=64),
+)
+"""What is compiled unless formats are given: K and V dims alike and not, fp8 with and without -0, three page sizes."""
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, *FP8_DIALECTS)}
+
+_INTEL = {
+    "platform_name": "Intel(R) oneAPI Unified Runtime over Level-Zero",
+    "vendor": "Intel(R) Corporation",
+    "version": "",
+    "max_work_group_size": 1024,
+    "max_num_sub_groups": 64,
+    "sub_group_sizes": [16, 32],
+    "has_fp64": True,
+    "has_subgroup_matrix_multiply_accumulate": True,
+    "has_subgroup_matrix_multiply_accumulate_tensor_float32": True,
+    "has_subgroup_2d_block_io": True,
+    "has_bfloat16_conversions": True,
+}
+# `architecture` is SYCL's number of a GPU: its IP version, 12.60.7 and 20.1.4, from bit 8 up.
+_INTEL_GPUS = {
+    "pvc": {
+        "name": "Data Center GPU Max 1550",
+        "architecture": 0x30F000700,
+        "gpu_eu_count": 448,
+        "gpu_subslice_count": 56,
+    },
+    "bmg": {"name": "Arc B580", "architecture": 0x500400400, "gpu_eu_count": 160, "gpu_subslice_count": 20},
+}
+
+
+def warmup(pool: HybridKVPool) -> None:
+    """Compile and load every kernel that calls of `pool` can need, so that none compiles while serving.
+
+    A no-op for rows that need no compiling. Raises `NoKernel` for a variant that does not compile.
+    """
+    shared = {"translate_loc": pool._translate_loc, "cast_loc": pool._cast_loc, "patch_map": pool._patch_map}
+    for group in pool.groups:
+        kernels = shared | {"store_kv": group.store, "gather_kv": group.gather, "move_kv": group.move}
+        for variant in list_variants([group.fmt]):
+            kernel = kernels[variant.op]
+            # A row that compiles is an op's `launch` with the device's Launcher as its first argument.
+            warm = getattr(kernel.args[0], "warm", None) if isinstance(kernel, functools.partial) else None
+            if warm is not None:
+                warm(variant, pool.device)
+
+
+def triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU to compile for: `arch` is what Triton's `GPUTarget` of this kind takes, `lanes` those of a warp or wave."""
+
+    name: str
+    kind: DeviceKind
+    arch: int | str | dict[str, Any]
+    lanes: int
+
+    @classmethod
+    def parse(cls, name: str) -> Target:
+        """From "sm_90", "gfx942", "pvc" or "bmg"; raises `ValueError` for any other form."""
+        if name in _INTEL_GPUS:
+            return cls(name, DeviceKind.XPU, _INTEL | _INTEL_GPUS[name], 32)
+        if re.fullmatch(r"sm_\d{2,3}", name):
+            return cls(name, DeviceKind.CUDA, int(name.removeprefix("sm_")), 32)
+        if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+            cdna = name.startswith("gfx9")
+            return cls(name, DeviceKind.HIP, name, 64 if cdna else 32)
+        raise ValueError(f"target: expected sm_NN, gfxNNN or one of {list(_INTEL_GPUS)}, got {name!r}")
+
+    def triton(self) -> Any:
+        """As Triton's own `GPUTarget`."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.kind.value, self.arch, self.lanes)
+
+    def unavailable(self) -> str | None:
+        """Why the installed Triton cannot compile for it, or `None`."""
+        try:
+            from triton.backends import backends
+        except ModuleNotFoundError as e:
+            if e.name != "triton":
+                raise
+            return "triton is not installed"
+        if any(backend.compiler.supports_target(self.triton()) for backend in backends.values()):
+            return None
+        return f"triton {triton_version()} has no backend for {self.kind.value}, only {sorted(backends)}"
+
+
+FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE]"
+
+
+def parse_format(text: str) -> KVFormat:
+    """A format from `FORMAT_SYNTAX`, as "6x192x128:float8_e4m3fn:16"; raises `ValueError`."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?:(\w+)(?::([1-9]\d*))?", text)
+    if match is None or match[4] not in _DTYPES:
+        raise ValueError(f"format: expected {FORMAT_SYNTAX} with a dtype of {list(_DTYPES)}, got {text!r}")
+    heads, dim, v_dim, dtype, page = match.groups()
+    return KVFormat(int(heads), int(dim), int(v_dim or dim), _DTYPES[dtype], int(page or 1))
+
+
+def model_formats(layers: Sequence[LayerSpec], dtype: str, page_size: int) -> tuple[KVFormat, ...]:
+    """The formats of a pool of `layers`; raises `ValueError` for what no pool can store."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: expected one of {list(_DTYPES)}, got {dtype!r}")
+    groups = plan_groups(layers, True, _DTYPES[dtype], check_positive("page_size", page_size))
+    return tuple(dict.fromkeys(fmt for _, fmt in groups))
+
+
+def variant_name(variant: Variant) -> str:
+    """What tells a variant from the others of its op."""
+    words = [f"{variant.fmt.tag}/p{variant.fmt.page_size}"] if variant.fmt else []
+    words += [str(dtype).removeprefix("torch.") for dtype in (variant.dtype, variant.index_dtype) if dtype]
+    words += [f"to {str(variant.out_index_dtype).removeprefix('torch.')}"] if variant.out_index_dtype else []
+    words += [f"{variant.alignment}-byte rows"] if variant.fmt else []
+    return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a compiler made of one variant; it is ok if there are no `problems`.
+
+    Of one lane: `registers` (vector registers on AMD), `spills` of them, and `local_bytes` of local or scratch memory;
+    None where the target's code does not say. `slot_offsets` counts the pointer offsets that derive from a slot,
+    all of them 64-bit; `vectors` says whether all rows move in accesses of 16 bytes, None where they need not.
+    """
+
+    op: str
+    variant: str
+    target: str
+    problems: tuple[str, ...]
+    registers: int | None = None
+    spills: int | None = None
+    local_bytes: int | None = None
+    slot_offsets: int = 0
+    vectors: bool | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def compile_all(
+    targets: Sequence[Target],
+    formats: Iterable[KVFormat],
+    on_report: Callable[[], None] = lambda: None,
+    processes: int | None = None,
+) -> list[Report]:
+    """A report for every variant of `formats` on every target, in order; by default in a process for every core.
+
+    Kernels stay in Triton's cache, where a process on such a GPU finds them. Raises `ValueError` under
+    `TRITON_INTERPRET=1`, and `PortaKVError` if a compiler takes its process down.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET: expected it unset, got 1, and the interpreter compiles nothing")
+    variants = list_variants(formats)
+    jobs = [(variant, target) for target in targets for variant in variants]
+    if processes is None:
+        processes = min(len(os.sched_getaffinity(0)), 1 + len(jobs) // 16)
+    reports = []
+    for report in _map(compile_variant, jobs, processes):
+        reports.append(report)
+        on_report()
+    return reports
+
+
+def _map(function: Callable[..., Report], jobs: Sequence[tuple[Variant, Target]], processes: int) -> Iterator[Report]:
+    if processes <= 1:
+        yield from (function(*job) for job in jobs)
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    # Not by fork: torch's threads and the command's progress bar hold locks.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from pool.map(function, *zip(*jobs, strict=True), chunksize=4)
+        except BrokenProcessPool as e:
+            raise PortaKVError(f"a compiling process died, of memory or of a fault in the compiler ({e})") from e
+
+
+def compile_variant(variant: Variant, target: Target) -> Report:
+    """Compile and inspect one variant; a compiler's error is a problem of the report."""
+    start = time.perf_counter()
+    launcher = importlib.import_module(f"portakv.kernels.{target.kind.value}").LAUNCHER
+    names = (variant.op, variant_name(variant), target.name)
+    try:
+        compiled = launcher.compile(variant, target.triton())
+        code = _READERS[target.kind](compiled)
+    except Exception as e:
+        return Report(*names, (f"{type(e).__name__}: {e}",), seconds=time.perf_counter() - start)
+    count, problems = slot_offsets(compiled.asm["ttir"], launcher.source(variant, target.lanes).fn.arg_names)
+    if count == 0 and variant.op != "cast_loc":
+        problems.append("no pointer offset was found to derive from a slot")
+    problems += code.problems
+    if code.spills or code.local_bytes or compiled.metadata.shared:
+        problems.append(f"{code.spills} spills, {code.local_bytes} bytes local, {compiled.metadata.shared} shared")
+    vectors = code.moves_vectors if needs_vectors(variant) else None
+    if vectors is False:
+        problems.append(f"rows are not moved by 16 bytes: loads {dict(code.loads)}, stores {dict(code.stores)}")
+    took = time.perf_counter() - start
+    return Report(*names, tuple(problems), code.registers, code.spills, code.local_bytes, count, vectors, took)
+
+
+def needs_vectors(variant: Variant) -> bool:
+    """Whether rows only move, are aligned, and have 256 bytes or more."""
+    fmt = variant.fmt
+    if fmt is None or variant.dtype != fmt.dtype or variant.alignment < VECTOR_BYTES:
+        return False
+    return min(fmt.k_row_bytes, fmt.v_row_bytes) >= 256
+
+
+SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots"))
+"""The kernels' arguments that point at slots."""
+
+
+def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """How many pointer offsets derive from a slot, and those that are, or on their way were, narrower than 64 bits.
+
+    `arguments` are the kernel's, in order. Types are read before the GPU's code is made, where a correct kernel may
+    split an address into a 64-bit base and a narrow offset.
+    """
+    pointers: set[str] = set()  # to slots
+    slots: set[str] = set()  # what derives from a slot, and so may be part of an offset
+    narrow: set[str] = set()  # of those, what was computed in less than 64 bits
+    branches: list[str] = []
+    count, problems = 0, []
+    for line in ttir.splitlines():
+        if "tt.func" in line:
+            # Constexprs, which come last, are no parameters.
+            parameters = zip(re.findall(r"(%\w+): ", line), arguments, strict=False)
+            pointers = {parameter for parameter, name in parameters if name in SLOT_ARGUMENTS}
+            continue
+        line = line.split(" loc(")[0].strip()
+        assigned = re.match(r"(%\w+)(?::\d+)? = (.*)", line)
+        result, body = assigned.groups() if assigned else ("", line)
+        operands = re.findall(r"%\w+", body)
+        if "scf.if" in body:
+            branches.append(result)
+        elif "scf.yield" in body and branches:
+            result = branches[-1]
+        elif line == "}" and branches:
+            branches.pop()
+        if body.startswith("tt.addptr"):
+            if operands[1] in slots:
+                count += 1
+                if operands[1] in narrow or not re.search(r"i64>?$", line):
+                    problems.append(f"an offset that derives from a slot is not 64-bit: {line}")
+            if pointers & set(operands):
+                pointers.add(result)
+        elif body.startswith("tt.load"):
+            if operands[0] in pointers:
+                slots.add(result)
+        elif pointers & set(operands):
+            pointers.add(result)
+        elif slots & set(operands):
+            slots.add(result)
+            arithmetic = re.match(r"arith\.(trunc|add|sub|mul|div|rem|sh)", body)
+            if narrow & set(operands) or (arithmetic and not re.search(r"i64>?$", line)):
+                narrow.add(result)
+    return count, problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A compiled kernel as its target's own code: accesses to global memory are counted by the bytes of one lane."""
+
+    registers: int | None
+    spills: int | None
+    local_bytes: int | None
+    loads: Counter[int]
+    stores: Counter[int]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def moves_vectors(self) -> bool:
+        # Loads of slots are narrower, but rows are loaded as many times as they are stored.
+        return set(self.stores) == {VECTOR_BYTES} and self.loads[VECTOR_BYTES] == self.stores[VECTOR_BYTES]
+
+
+def _read_cuda(compiled: Any) -> _Code:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.check_output([str(cuobjdump), "-res-usage", cubin.name], text=True)
+    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = compiled.asm["ptx"]
+    accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    loads, stores = (
+        Counter(int(n or 1) * int(bits) // 8 for op, n, bits in accesses if op == want) for want in ("ld", "st")
+    )
+    inexact = sorted(set(re.findall(r"\b(?:div|fma)\.\S*f32|\b\w+\S*\.ftz\S*", ptx)))
+    problems = (f"float arithmetic that is not IEEE's, step by step: {inexact}",) if inexact else ()
+    local = found["STACK"] + found["LOCAL"]
+    return _Code(found["REG"], local // 4, local, loads, stores, problems)
+
+
+def _read_hip(compiled: Any) -> _Code:
+    isa = compiled.asm["amdgcn"]
+    found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", isa, re.MULTILINE)}
+    lanes = compiled.metadata.warp_size
+    problems = () if found["wavefront_size"] == lanes else (f"waves of {found['wavefront_size']} lanes, not {lanes}",)
+    accesses = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+)", isa)
+    loads, stores = (Counter(_amd_bytes(width) for op, width in accesses if op == want) for want in ("load", "store"))
+    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    return _Code(found["vgpr_count"], spills, found["private_segment_fixed_size"], loads, stores, problems)
+
+
+def _amd_bytes(width: str) -> int:
+    """Of an access named "dwordx4", "short_d16_hi" or "ubyte" (CDNA), "b128" or "d16_u8" (RDNA)."""
+    if dwords := re.match(r"dword(?:x(\d))?", width):
+        return 4 * int(dwords[1] or 1)
+    if bits := re.search(r"(?<!d)[biu](\d+)$", width):
+        return int(bits[1]) // 8
+    return 1 if "byte" in width else 2
+
+
+def _read_xpu(compiled: Any) -> _Code:
+    loads, stores = _spirv_accesses(compiled.asm["spv"])
+    return _Code(None, None, None, loads, stores)
+
+
+def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:
+    """Loads and stores of global memory in a SPIR-V module, by bytes.
+
+    Opcodes and operands are those of the SPIR-V specification, section 3 ("Binary Form").
+    """
+    words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
+    type_bytes: dict[int, int] = {}
+    pointees: dict[int, int] = {}  # type of a pointer to global memory -> bytes of what it points at
+    pointers: dict[int, int] = {}  # such a pointer -> the same
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    at = 5
+    while at < len(words):
+        opcode, length = words[at] & 0xFFFF, words[at] >> 16
+        operands = words[at + 1 : at + length]
+        at += length
+        match opcode:
+            case 21 | 22:  # OpTypeInt, OpTypeFloat
+                type_bytes[operands[0]] = operands[1] // 8
+            case 23:  # OpTypeVector
+                type_bytes[operands[0]] = type_bytes[operands[1]] * operands[2]
+            case 32 if operands[1] == 5:  # OpTypePointer to CrossWorkgroup
+                pointees[operands[0]] = type_bytes.get(operands[2], 0)
+            case 61 if operands[2] in pointers:  # OpLoad
+                loads[type_bytes[operands[0]]] += 1
+            case 62 if operands[0] in pointers:  # OpStore
+                stores[pointers[operands[0]]] += 1
+            case _ if len(operands) > 1 and operands[0] in pointees:
+                pointers[operands[1]] = pointees[operands[0]]
+    return loads, stores
+
+
+_READERS = {DeviceKind.CUDA: _read_cuda, DeviceKind.HIP: _read_hip, DeviceKind.XPU: _read_xpu}
+
+
+COLUMNS = (
+    *("target", "Triton", "variants", "failed", "registers", "spills", "local bytes"),
+    *("slot offsets", "16-byte movers"),
+)
+
+
+def summarize(reports: Sequence[Report]) -> Iterator[tuple[str, ...]]:
+    """`COLUMNS` of each target: the largest registers, spills and local bytes, the sums of the others."""
+    version = triton_version()
+    for target in dict.fromkeys(report.target for report in reports):
+        mine = [report for report in reports if report.target == target]
+        largest = [
+            str(max(known)) if (known := [x for r in mine if (x := getattr(r, name)) is not None]) else "–"
+            for name in ("registers", "spills", "local_bytes")
+        ]
+        movers = [r.vectors for r in mine if r.vectors is not None]
+        yield (
+            *(target, version, str(len(mine)), str(sum(not r.ok for r in mine)), *largest),
+            *(str(sum(r.slot_offsets for r in mine)), f"{sum(movers)} of {len(movers)}"),
+        )
+
+
+def update_table(page: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown page with a table of `COLUMNS`, whose rows for these targets are replaced; the others stay.
+
+    Raises `ValueError` for a page without such a table.
+    """
+    header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    before, found, after = page.partition(header)
+    if not found:
+        raise ValueError(f"markdown: expected a page with the table {header.splitlines()[0]!r}")
+    table = re.match(r"(?:\|.*\n)*", after)
+    assert table is not None
+    kept = {line.split(" | ")[0].strip("| "): line for line in table[0].splitlines()}
+    kept |= {row[0]: f"| {' | '.join(row)} |" for row in rows}
+    order = {name: i for i, name in enumerate(TARGETS)}
+    lines = sorted(kept.items(), key=lambda item: order.get(item[0], len(order)))
+    return before + header + "".join(f"{line}\n" for _, line in lines) + after[table.end() :]

@@ -1,0 +1,148 @@
+"""`scripts/device_check.py` rehearsed without a GPU: interpreted Triton rows on the CPU, at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portakv import check, dispatch
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--device", "cpu", "--budget", "25", "--slots", "256", "--tokens", "1,16", "--rounds", "2"]
+
+SETUP = f"""
+import sys
+sys.modules.update(dict.fromkeys(("pytest", "hypothesis", "typer", "rich", "transformers")))
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+import device_check
+import torch
+torch.set_num_threads(1)
+device_check.store_gpu.STORES_PER_GRAPH = device_check.store_gpu.EAGER_CALLS = 2
+"""
+
+INTERPRETED = """
+from portakv import dispatch
+from portakv.device import DeviceKind
+for op, columns in dispatch.TABLE.items():
+    columns[DeviceKind.CPU] = (dispatch.Row("triton", "cuda:{op}", "interpreted"), dispatch.REFERENCE)
+"""
+
+WRONG_STORE = """
+from portakv import dispatch
+from portakv.device import DeviceKind
+from portakv.kernels import reference
+def wrong(k, v, k_cache, v_cache, loc, *rest):
+    reference.store_kv(k[:-1], v[:-1], k_cache, v_cache, loc[:-1], *rest)
+reference.wrong = wrong
+for op, columns in dispatch.TABLE.items():
+    columns[DeviceKind.CPU] = (dispatch.REFERENCE,)
+columns = dispatch.TABLE["store_kv"]
+columns[DeviceKind.CPU] = (dispatch.Row("wrong", "reference:wrong", "this test"), dispatch.REFERENCE)
+"""
+
+
+def run(code: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PORTAKV_")} | environment
+    return subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, check=False)
+
+
+def rehearse(out: Path, table: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    code = SETUP + table + "sys.exit(device_check.main(sys.argv[1:]))"
+    done = run(code, *TINY, "--out", str(out), TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    assert done.returncode in (0, 1), done.stderr
+    return done, json.loads((out / "device_check.json").read_text())
+
+
+def test_rehearsal(tmp_path: Path) -> None:
+    done, report = rehearse(tmp_path / "made" / "for it", INTERPRETED)
+    assert done.returncode == 0, done.stdout
+    assert report["seconds"] < 40
+    assert report["kernels"] == dict.fromkeys(dispatch.TABLE, "triton")
+    rows = {(row["op"], row["row"]): row for row in report["rows"]}
+    for op in dispatch.TABLE:
+        assert rows[op, "triton"]["result"] == "passed"
+        # The interpreter is slow: the budget cuts the suite, and the count says so.
+        assert 0 < rows[op, "triton"]["cases"] <= rows[op, "triton"]["total"]
+        assert rows[op, "reference"]["result"] == "definition"
+    for graph in report["graphs"]:
+        assert graph["op"] in check.GRAPH_FILLS
+        assert graph["result"] == "passed"
+        assert graph["cases"] == graph["total"] == 18
+    assert len(report["graphs"]) == 4
+    bench = report["benchmark"]
+    assert [row["tokens"] for row in bench["stores"]] == [1, 16]
+    for row in bench["stores"]:
+        assert set(row["us"]) == {"set_kv_buffer", "set_kv_buffer fp8", "copy_", "index_put"}
+        for median, low, high in row["us"].values():
+            assert 0 < low <= median <= high
+        assert row["of_copy_time"]["copy_"] == 1
+    assert bench["copy_gb_per_s"] > 0
+    assert bench["targets"] == []  # a CPU reaches and misses none of them
+    assert set(bench["notes"]) == {"vLLM", "SGLang", "FlashInfer"}
+    # The table is the last that is printed.
+    table = done.stdout.splitlines()[-len(report["rows"]) - len(report["graphs"]) - 3 :]
+    assert table[0].startswith("| op | row |")
+    assert re.fullmatch(r"0 of 16 rows failed; [\d.]+ s", table[-1])
+
+
+def test_a_wrong_kernel_fails_the_run(tmp_path: Path) -> None:
+    """In its row, in the graphs, and as a candidate of the benchmark, which then has no figures."""
+    done, report = rehearse(tmp_path, WRONG_STORE)
+    assert done.returncode == 1
+    failed = {(o["op"], o["row"]) for o in report["rows"] + report["graphs"] if o["result"] == "failed"}
+    assert failed == {("store_kv", "wrong"), *((graph, "wrong") for graph in check.GRAPH_FILLS)}
+    assert "wrote other bytes" in report["benchmark"]["error"]
+    assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip", "xpu"])
+def test_an_absent_device_is_said(kind: str, tmp_path: Path) -> None:
+    done = run(SETUP + "sys.exit(device_check.main(sys.argv[1:]))", "--device", kind, "--out", str(tmp_path))
+    if done.returncode == 0:
+        pytest.skip(f"there is a device of kind {kind}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"device_check: {kind}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compiling_ahead_fills_the_cache(tmp_path: Path) -> None:
+    """What worker processes compile is what this one would: then it finds every variant in Triton's cache."""
+    code = (
+        SETUP
+        + """
+import time
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from portakv import testing
+from portakv.device import DeviceKind
+
+def main():
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    device_check.devices.kind_of = lambda device: DeviceKind.CUDA
+    device_check.devices.shares_host_memory = lambda device: False
+    variants = [case.variant for op in ("cast_loc", "patch_map") for case in testing.cases(op)]
+    device_check.compile_ahead(variants, torch.device("cuda"), time.monotonic() + 60)
+    cached = set(CACHE.iterdir())
+    for variant in variants:
+        device_check.compile_one("cuda", variant, target)
+    print(len(cached), set(CACHE.iterdir()) == cached)
+
+from pathlib import Path
+CACHE = Path(sys.argv[1])
+main()
+"""
+    )
+    done = run(code, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    cached, complete = done.stdout.split()
+    assert int(cached) >= 3
+    assert complete == "True"

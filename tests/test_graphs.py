@@ -1,0 +1,152 @@
+"""Captured graphs of stores: replayed where the device has graphs, called again over the same buffers elsewhere.
+
+The scenarios and their comparer are `portakv.check.GraphStores`; here they run on every row, and wrong pools must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from portakv import HybridKVPool, LayerSpec, SlotFault, check
+from portakv import device as devices
+from portakv.check import GraphStores, Mismatch, capture
+from portakv.write_loc import GraphWriteLoc
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("graph", check.GRAPH_FILLS)
+def test_replays(graph: str, device: torch.device) -> None:
+    for op, row in check.rows(device):
+        if op == graph:
+            outcome = check.check_graphs(graph, row, device)
+            if outcome.result != "unavailable":
+                assert outcome.result == "passed", outcome
+                assert outcome.cases == outcome.total > 0
+
+
+def test_a_graph_is_captured_where_the_device_has_them(device: torch.device) -> None:
+    """So that on a GPU the replays are not the same calls once more."""
+    calls = []
+    x = torch.zeros(1, device=device)
+    replay = capture(lambda: (calls.append(None), x.add_(1)), device)
+    assert len(calls) == (2 if check.has_graphs(device) else 1)
+    before = len(calls)
+    replay()
+    replay()
+    assert x.item() == 3
+    assert len(calls) == (before if check.has_graphs(device) else before + 2)
+    assert check.has_graphs(device) == (devices.kind_of(device) is not devices.DeviceKind.CPU)
+
+
+def test_capture_warms_up_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def graph(captured: object):
+        log.append("begin")
+        yield
+        log.append("end")
+
+    captured = SimpleNamespace(replay=lambda: log.append("replay"))
+    module = SimpleNamespace(CUDAGraph=lambda: captured, graph=graph, device=lambda _: nullcontext())
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    replay = capture(lambda: log.append("step"), CPU)
+    replay()
+    assert log == ["step", "begin", "step", "end", "replay"]
+
+
+def keeps_tail(self: GraphWriteLoc, loc: torch.Tensor) -> None:
+    """A fill that leaves the slots of the batch before behind the live ones."""
+    twin = self.int32
+    outs = [out[: len(loc)] for out in (self.swa_loc, self.loc, twin.swa_loc, twin.loc)]
+    self._translate(loc, *outs)
+
+
+def makes_new_buffers(self: GraphWriteLoc, loc: torch.Tensor) -> None:
+    self.loc, self.swa_loc = self.loc.clone(), self.swa_loc.clone()
+    fill(self, loc)
+
+
+def forgets_twin(self: GraphWriteLoc, loc: torch.Tensor) -> None:
+    self._translate(loc, self.swa_loc, self.loc, None, None)
+
+
+fill = GraphWriteLoc.fill
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["filled before replay", "filled inside"])
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        (keeps_tail, "fewer tokens: loc: expected"),
+        (makes_new_buffers, "a full batch: a location buffer moved"),
+        (forgets_twin, "a full batch: int32.loc"),
+    ],
+)
+def test_a_wrong_fill_is_seen(wrong: Callable, seen: str, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = GraphStores(CPU, "reference", inside, 1, torch.bfloat16)
+    monkeypatch.setattr(GraphWriteLoc, "fill", wrong)
+    with pytest.raises(Mismatch, match=seen):
+        list(stores.replays())
+
+
+def writes_padding(pool: HybridKVPool, layer: int, locations, k: torch.Tensor, v: torch.Tensor) -> None:
+    store(pool, layer, locations, k, v)
+    loc = pool._layers[layer].on_swa and locations.swa_loc
+    if layer == 1:
+        pool.get_kv_buffer(1)[0].view(torch.uint8)[loc[loc == 0]] = k.view(torch.uint8)[loc == 0][..., :16]
+
+
+def swaps_sides(pool: HybridKVPool, layer: int, locations, k: torch.Tensor, v: torch.Tensor) -> None:
+    """SWA layers written at full slots, as an engine without a translation does."""
+    stale = locations if layer != 3 else type(locations)(locations.loc % 36, locations.loc % 36)
+    store(pool, layer, stale, k, v)
+
+
+def remembers_first_batch(pool: HybridKVPool, layer: int, locations, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A translation kept on the pool: right until the mapping changes."""
+    if layer == 1 and len(locations) == 12:
+        if not hasattr(pool, "kept") and locations.swa_loc.any():
+            pool.kept = locations.swa_loc.clone()
+        if hasattr(pool, "kept"):
+            locations = type(locations)(locations.loc, torch.where(locations.loc > 0, pool.kept, 0))
+    store(pool, layer, locations, k, v)
+
+
+store = HybridKVPool.set_kv_buffer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        (writes_padding, "fewer tokens: layer 1 K: row 0 differs"),
+        (swaps_sides, "a full batch: layer 3 K: row"),
+        (remembers_first_batch, "a page without a peer: layer 1 K: row"),
+    ],
+)
+def test_a_wrong_store_is_seen(wrong: Callable, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HybridKVPool, "set_kv_buffer", wrong)
+    stores = GraphStores(CPU, "reference", True, 4, torch.float8_e5m2)
+    with pytest.raises(Mismatch, match=seen):
+        list(stores.replays())
+
+
+def test_checked_fill_refuses_before_it_writes(device: torch.device) -> None:
+    """Outside of a capture checked mode does validate, and a fill that raises leaves every buffer as it was."""
+    pool = HybridKVPool([LayerSpec(None, 2, 16), LayerSpec(6, 2, 16)], size=16, swa_size=16, device=device, check=True)
+    write_loc = pool.graph_write_loc(4, int32_twin=True)
+    write_loc.fill(pool.allocator.alloc(3))
+    buffers = (write_loc.loc, write_loc.swa_loc, write_loc.int32.loc, write_loc.int32.swa_loc)
+    before = [t.clone() for t in buffers]
+    with pytest.raises(SlotFault, match=r"loc\[1\]"):
+        write_loc.fill(torch.tensor([1, 17]))
+    with pytest.raises(ValueError, match="loc: expected at most 4 slots, got 5"):
+        write_loc.fill(torch.arange(5))
+    assert all(torch.equal(a, b) for a, b in zip(before, buffers, strict=True))
+    assert not any(pool.faults().values())
