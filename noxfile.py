@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nox
 
@@ -53,3 +54,35 @@ def hygiene(session: nox.Session) -> None:
     """The import checks where no optional package is installed at all."""
     session.install(*CONSTRAINTS, ".", "pytest")
     session.run("pytest", "tests/test_imports.py", env={"CI": "true"})
+
+
+@nox.session(name="compile")
+@nox.parametrize("triton", ["triton", "triton==3.6.0"], ids=["newest", "3.6.0"])
+def compile_matrix(session: nox.Session, triton: str) -> None:
+    """Under one Triton: its interpreter's suite, and every variant for every NVIDIA and AMD target."""
+    session.install(*CONSTRAINTS, ".[test]", triton)
+    tests = ("tests/test_triton_interpreter.py", "tests/test_triton_compile.py", "tests/test_compile_command.py")
+    session.run("pytest", *tests, env={"CI": "true"})
+    _compile(session, triton.replace("==", "-"), {})
+
+
+@nox.session(name="compile-xpu")
+def compile_matrix_xpu(session: nox.Session) -> None:
+    """Every variant for Intel GPUs. Needs Debian's libze-dev and libze1: the backend builds a parser of its own."""
+    session.install(*CONSTRAINTS, ".[run]", "triton-xpu==3.3.0b1", "intel-sycl-rt==2025.0.5")
+    _compile(session, "triton-xpu", {"CC": "g++", "ZE_PATH": "/usr"}, "--target", "pvc,bmg")
+
+
+@nox.session
+def xpu(session: nox.Session) -> None:
+    """Every XPU kernel variant, executed on Intel's OpenCL runtime for CPUs."""
+    session.install("-r", "scripts/xpu_requirements.txt", env={"PIP_EXTRA_INDEX_URL": CPU_WHEELS})
+    session.run("python", "scripts/xpu_execute.py", *session.posargs, env={"PYTHONPATH": "."})
+
+
+def _compile(session: nox.Session, name: str, env: dict[str, str], *options: str) -> None:
+    """Write `build/NAME.json`, a record for each variant, with no help from kernels that were cached before."""
+    artefact = Path("build", f"{name}.json")
+    artefact.parent.mkdir(exist_ok=True)
+    with artefact.open("w") as out, TemporaryDirectory() as cache:
+        session.run("portakv", "compile", "--json", *options, env=env | {"TRITON_CACHE_DIR": cache}, stdout=out)

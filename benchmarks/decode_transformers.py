@@ -49,9 +49,7 @@ def measure(model: Any, batch: int, context: int, steps: int, page_size: int) ->
         "own": transformers.DynamicCache(config=model.config),
         "pool": PortaKVCache.for_model(model, batch, context + steps, max_chunk=CHUNK, page_size=page_size),
     }
-    prompt = torch.randint(
-        1, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0)
-    )
+    prompt = torch.randint(1, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     tokens = {}
     for name, cache in caches.items():
         for chunk in prompt.split(CHUNK, dim=1):
@@ -79,9 +77,7 @@ def _summary(times: list[float], batch: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=32)
@@ -100,9 +96,7 @@ def main() -> int:
         "context": args.context,
         "dtype": args.dtype,
         "results": {
-            attention: measure(
-                build_model(attention, dtype), args.batch, args.context, args.steps, args.page_size
-            )
+            attention: measure(build_model(attention, dtype), args.batch, args.context, args.steps, args.page_size)
             for attention in args.attention
         },
     }
@@ -111,9 +105,7 @@ def main() -> int:
         print()
         return 0
     print(f"batch {args.batch}, context {args.context}, {args.dtype}, {report['threads']} threads")
-    print(
-        f"{'attention':10} {'cache':6} {'step ms':>9} {'q1':>8} {'q3':>8} {'tokens/s':>9} {'ratio':>6} tokens"
-    )
+    print(f"{'attention':10} {'cache':6} {'step ms':>9} {'q1':>8} {'q3':>8} {'tokens/s':>9} {'ratio':>6} tokens")
     for attention, result in report["results"].items():
         for name in ("own", "pool"):
             row = result[name]

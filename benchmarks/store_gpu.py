@@ -283,8 +283,8 @@ def measure(
         "num_slots": bench.num_slots,
         "kernels": bench.pool.kernels,
         "copy_gb_per_s": measure_copy(bench, rounds),
-        "eager": [measure_eager(bench, n, rounds) for n in EAGER_TOKENS],
         "stores": [],
+        "eager": [],
         "left_out": [n for n in tokens if 2 * n > bench.num_slots],
     }
     # The sizes at both ends carry the targets, so they come first.
@@ -295,6 +295,8 @@ def measure(
             continue
         result["stores"].append(measure_stores(bench, n, rounds, result["copy_gb_per_s"]))
     result["stores"].sort(key=lambda row: row["tokens"])
+    if time.monotonic() <= until:
+        result["eager"] = [measure_eager(bench, n, rounds) for n in EAGER_TOKENS]
     result["notes"] = bench.notes
     result["targets"] = [] if devices.shares_host_memory(device) else list(targets(result))
     return result
@@ -303,7 +305,8 @@ def measure(
 def device_environment(device: torch.device) -> dict[str, str]:
     found = devices.facts(device)
     versions = {name: package.version or package.problem or "built" for name, package in found.packages.items()}
-    return {"device": f"{found.name} ({found.kind.value} {found.arch})"} | versions
+    runtime = torch.version.cuda or torch.version.hip or "none"
+    return {"device": f"{found.name} ({found.kind.value} {found.arch})", "runtime": runtime} | versions
 
 
 def show(result: dict[str, Any]) -> None:

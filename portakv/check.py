@@ -128,7 +128,7 @@ def capture(step: Callable[[], object], device: torch.device) -> Callable[[], ob
 
 FULL, SWA = LayerSpec(None, 2, 16, 8), LayerSpec(6, 2, 16, 8)
 GRAPH_POOLS = ((1, torch.bfloat16), (4, torch.float8_e5m2))
-K_SCALE, V_SCALE = 2.0, 0.25
+"""Page size and storage dtype of each."""
 
 
 class GraphStores:
@@ -155,8 +155,7 @@ class GraphStores:
             # A replayed graph validates nothing, so checked mode must neither read back nor object.
             check=inside and has_graphs(device),
         )
-        for layer in range(4):
-            self.pool.set_scales(layer, K_SCALE, V_SCALE)
+        self._set_scales(2.0, 0.25)
         longest = max(self.SIZES)
         self.write_loc = self.pool.graph_write_loc(longest, int32_twin=True)
         self.slots = torch.zeros(longest, dtype=torch.int64, device=device)
@@ -170,6 +169,7 @@ class GraphStores:
     def replays(self) -> Iterator[str]:
         """The name of each replay, once it did what it should. Raises `Mismatch` for the first that did not."""
         allocator, page, longest = self.pool.allocator, self.pool.page_size, max(self.SIZES)
+        allocator.alloc(page, swa_tail=0)  # so that no slot equals its peer
         batch = allocator.alloc(longest)
         yield self.replay("a full batch", batch)
         yield self.replay("fewer tokens", batch[: longest - 3])
@@ -189,7 +189,8 @@ class GraphStores:
         odd = batch.clone()
         odd[1:5] = torch.tensor([-1, self.pool.full_to_swa.shape[0] - 1, 2**40, page - 1])
         yield self.replay("slots out of range", odd)
-        yield self.replay("the batch after it", batch)
+        self._set_scales(0.5, 4.0)
+        yield self.replay("other scales", batch)
         self.pool.check_integrity()
 
     def replay(self, name: str, loc: Tensor) -> str:
@@ -219,6 +220,11 @@ class GraphStores:
         self._compare_faults(name, loc, twin)
         return name
 
+    def _set_scales(self, k_scale: float, v_scale: float) -> None:
+        self.scales = (k_scale, v_scale)
+        for layer in range(4):
+            self.pool.set_scales(layer, k_scale, v_scale)
+
     def _step(self, size: int) -> None:
         if self.inside:
             self.write_loc.fill(self.slots[:size])
@@ -235,7 +241,7 @@ class GraphStores:
         """The layer's K and V on the host as they should be once `slots` are stored; elsewhere as they are now."""
         caches = tuple(cache.to("cpu", copy=True) for cache in self.pool.get_kv_buffer(layer))
         writable = (slots >= self.pool.page_size) & (slots < len(caches[0]))
-        for cache, x, scale in zip(caches, self.rows[layer], (K_SCALE, V_SCALE), strict=True):
+        for cache, x, scale in zip(caches, self.rows[layer], self.scales, strict=True):
             fmt = KVFormat(2, 16, 8, cache.dtype, self.pool.page_size)
             values = reference.convert(x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale))
             cache.view(torch.uint8)[slots[writable]] = values.view(torch.uint8)[writable]

@@ -91,10 +91,21 @@ def check_rows(
     device: torch.device,
 ) -> None:
     """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take."""
-    n = loc.shape[0]
-    for name, x, tail in ((names[0], k, layer.k_tail), (names[1], v, layer.v_tail)):
+    for name, x in zip(names, (k, v), strict=False):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    n = loc.shape[0]
+    if (
+        k.shape == (n, *layer.k_tail)
+        and v.shape == (n, *layer.v_tail)
+        and k.dtype in dtypes
+        and v.dtype is k.dtype
+        and k.device == v.device == loc.device == device
+        and (k.is_contiguous() or k.stride(2) == 1)
+        and (v.is_contiguous() or v.stride(2) == 1)
+    ):
+        return
+    for name, x, tail in ((names[0], k, layer.k_tail), (names[1], v, layer.v_tail)):
         if x.shape != (n, *tail):
             raise ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
         if x.dtype not in dtypes:

@@ -145,7 +145,7 @@ def compile_kernels(
         chosen = chosen or list(compilation.FORMATS)
         unavailable = {one.name: why for one in wanted if (why := one.unavailable()) is not None}
         for name, why in unavailable.items():
-            _err.print(f"portakv: {name} was not compiled: {why}", style="yellow", markup=False, highlight=False)
+            _print_problem(f"{name} was not compiled: {why}")
         able = [one for one in wanted if one.name not in unavailable]
         if not able:
             raise typer.Exit(2)
@@ -164,14 +164,13 @@ def compile_kernels(
             }
         )
     else:
-        shown = _table("Kernel variants by target: the most of any, and sums", *compilation.COLUMNS)
+        shown = _table("Compiled variants (docs/kernels.md says what each column is)", *compilation.COLUMNS)
         for row in summary:
             shown.add_row(*row)
         _out.print(shown)
     for report in reports:
         for problem in report.problems:
-            line = f"portakv: {report.target} {report.op} {report.variant}: {problem}"
-            _err.print(line, style="red", markup=False, highlight=False)
+            _print_problem(f"{report.target} {report.op} {report.variant}: {problem}")
     if not all(report.ok for report in reports) or (target and unavailable):
         raise typer.Exit(1)
 
@@ -291,6 +290,11 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def _print_problem(what: str) -> None:
+    """One line, however long."""
+    _err.print(f"portakv: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_header(where: str) -> None:

@@ -237,7 +237,7 @@ def compile_variant(variant: Variant, target: Target) -> Report:
         compiled = launcher.compile(variant, target.triton())
         code = _READERS[target.kind](compiled)
     except Exception as e:
-        return Report(*names, (f"{type(e).__name__}: {e}",), seconds=time.perf_counter() - start)
+        return Report(*names, (f"{type(e).__name__}: {' '.join(str(e).split())}",), seconds=time.perf_counter() - start)
     count, problems = slot_offsets(compiled.asm["ttir"], launcher.source(variant, target.lanes).fn.arg_names)
     if count == 0 and variant.op != "cast_loc":
         problems.append("no pointer offset was found to derive from a slot")
@@ -407,14 +407,12 @@ def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:
 _READERS = {DeviceKind.CUDA: _read_cuda, DeviceKind.HIP: _read_hip, DeviceKind.XPU: _read_xpu}
 
 
-COLUMNS = (
-    *("target", "Triton", "variants", "failed", "registers", "spills", "local bytes"),
-    *("slot offsets", "16-byte movers"),
-)
+COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "offsets", "by 16 B")
 
 
 def summarize(reports: Sequence[Report]) -> Iterator[tuple[str, ...]]:
-    """`COLUMNS` of each target: the largest registers, spills and local bytes, the sums of the others."""
+    """`COLUMNS` of each target: the most registers, spills and local bytes of any variant; how many slot offsets there
+    are, and how many of the row movers that must move 16 bytes at a time do."""
     version = triton_version()
     for target in dict.fromkeys(report.target for report in reports):
         mine = [report for report in reports if report.target == target]
@@ -422,10 +420,10 @@ def summarize(reports: Sequence[Report]) -> Iterator[tuple[str, ...]]:
             str(max(known)) if (known := [x for r in mine if (x := getattr(r, name)) is not None]) else "–"
             for name in ("registers", "spills", "local_bytes")
         ]
-        movers = [r.vectors for r in mine if r.vectors is not None]
+        moved = [r.vectors for r in mine if r.vectors is not None]
         yield (
-            *(target, version, str(len(mine)), str(sum(not r.ok for r in mine)), *largest),
-            *(str(sum(r.slot_offsets for r in mine)), f"{sum(movers)} of {len(movers)}"),
+            *(target, version, f"{sum(r.ok for r in mine)}/{len(mine)}", *largest),
+            *(str(sum(r.slot_offsets for r in mine)), f"{sum(moved)}/{len(moved)}"),
         )
 
 

@@ -183,9 +183,9 @@ def fp8_dialect(facts: DeviceFacts) -> torch.dtype:
 def _packages(kind: DeviceKind) -> dict[str, Package]:
     if kind is DeviceKind.CPU:
         return {"native": _native()}
-    found = {"triton": _triton()}
+    found = {"triton": _triton(kind)}
     if kind is DeviceKind.XPU:
-        found["ipex"] = _distribution("intel_extension_for_pytorch")
+        found["ipex"] = _ipex()
     return found
 
 
@@ -198,8 +198,15 @@ def _distribution(*names: str) -> Package:
     return Package(problem="not installed")
 
 
-def _triton() -> Package:
-    """Triton's version and the backends in its folder, without importing it."""
+_VENDOR_TRITON = {
+    DeviceKind.HIP: ("triton-rocm", "pytorch-triton-rocm"),
+    DeviceKind.XPU: ("triton-xpu", "pytorch-triton-xpu"),
+}
+"""Distributions that the vendors' builds of torch bring; all of them, and the stock one, install one `triton/`."""
+
+
+def _triton(kind: DeviceKind) -> Package:
+    """Triton's version and the backends in its folder, and why it cannot serve `kind`. Calls Triton's driver."""
     try:
         spec = importlib.util.find_spec("triton")
     except ImportError:  # a finder that blocks it
@@ -208,7 +215,36 @@ def _triton() -> Package:
         return Package(problem="not installed")
     folder = Path(next(iter(spec.submodule_search_locations))) / "backends"
     backends = tuple(sorted(p.parent.name for p in folder.glob("*/compiler.py")))
-    return Package(_distribution("triton", "triton-xpu", "pytorch-triton-xpu").version, backends=backends)
+    stock, vendor = _distribution("triton").version, _distribution(*_VENDOR_TRITON.get(kind, ())).version
+    if kind is DeviceKind.XPU and stock is not None:
+        lies = f"over Intel's {vendor}" if vendor else "where Intel's should be"
+        problem = f"the stock {stock} lies {lies}: uninstall triton, then reinstall triton-xpu from PyTorch's XPU index"
+        return Package(stock, problem, backends)
+    return Package(vendor or stock, _triton_problem(kind), backends)
+
+
+def _triton_problem(kind: DeviceKind) -> str | None:
+    """Why Triton has no active driver for devices of `kind`: no C compiler, no such backend, another one before it."""
+    try:
+        from triton.runtime import driver
+
+        backend = driver.active.get_current_target().backend
+    except Exception as e:  # whatever a driver's set-up may meet is a reason to pass over Triton, and is told
+        return f"no active driver for {kind.value}: {type(e).__name__}: {e}"
+    return None if backend == kind.value else f"its active driver is for {backend}, not {kind.value}"
+
+
+def _ipex() -> Package:
+    """Intel's extension, which ends the process when imported beside a torch of another minor version."""
+    found = _distribution("intel_extension_for_pytorch")
+    if found.version is None:
+        return found
+    if "xpu" not in found.version:
+        return Package(found.version, f"{found.version} is not a build for XPU")
+    torch_minor, own_minor = (v.split(".")[:2] for v in (torch.__version__, found.version))
+    if torch_minor != own_minor:
+        return Package(found.version, f"{found.version} needs torch {'.'.join(own_minor)}, not {torch.__version__}")
+    return found
 
 
 def _native() -> Package:
@@ -259,4 +295,5 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` is recording a graph, when nothing can be read back."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())

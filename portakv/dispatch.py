@@ -14,7 +14,7 @@ import torch
 
 from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
 from portakv.errors import NoKernel
-from portakv.formats import KVFormat, Layout
+from portakv.formats import FLOAT_DTYPES, KVFormat, Layout
 
 _log = logging.getLogger("portakv")
 
@@ -27,7 +27,8 @@ class Row:
     """One kernel: its name, "module:function" in `portakv.kernels`, what it needs, and where it comes from.
 
     A function is named after its op on every device. `package` is a key of `DeviceFacts.packages` with its oldest
-    version that serves, `backend` a compiler backend inside it, `layouts` what the kernel can store.
+    version that serves, `backend` a compiler backend inside it. Of the caches, `layouts` and `dtypes` are those it can
+    store (None: every dtype), `equal_dims` asks for one head dim of K and V, `max_elements` bounds K or V of a layer.
     """
 
     name: str
@@ -36,67 +37,46 @@ class Row:
     package: str | None = None
     backend: str | None = None
     layouts: tuple[Layout, ...] = (Layout.ROWS,)
+    checks: bool = False
+    dtypes: tuple[torch.dtype, ...] | None = None
+    equal_dims: bool = False
+    max_elements: int | None = None
 
 
 REFERENCE = Row("reference", "reference:{op}", TORCH)
-NATIVE = Row("native", "cpu_amx:{op}", OURS, "native")
+NATIVE = Row("native", "cpu_amx:{op}", OURS, "native", checks=True)
 TRITON_CUDA = Row("triton", "cuda:{op}", OURS, "triton>=3.3", "nvidia")
 TRITON_HIP = Row("triton", "hip:{op}", OURS, "triton>=3.3", "amd")
 TRITON_XPU = Row("triton", "xpu:{op}", OURS, "triton>=3.3", "intel")
+# Its kernel has one stride and one head dim for K and V, and 32-bit offsets; what it converts is rounded otherwise.
+IPEX = Row("ipex", "ipex:{op}", "IPEX", "ipex>=2.8", dtypes=FLOAT_DTYPES, equal_dims=True, max_elements=2**31 - 1)
 
+EVERYWHERE: dict[DeviceKind, tuple[Row, ...]] = {
+    CUDA: (TRITON_CUDA, REFERENCE),
+    HIP: (TRITON_HIP, REFERENCE),
+    XPU: (TRITON_XPU, REFERENCE),
+    CPU: (NATIVE, REFERENCE),
+    OTHER: (REFERENCE,),
+}
 TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
-    "translate_loc": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
-    "cast_loc": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
-    "patch_map": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
-    "store_kv": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
-    "gather_kv": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
-    "move_kv": {
-        CUDA: (TRITON_CUDA, REFERENCE),
-        HIP: (TRITON_HIP, REFERENCE),
-        XPU: (TRITON_XPU, REFERENCE),
-        CPU: (NATIVE, REFERENCE),
-        OTHER: (REFERENCE,),
-    },
+    "translate_loc": EVERYWHERE,
+    "cast_loc": EVERYWHERE,
+    "patch_map": EVERYWHERE,
+    "store_kv": EVERYWHERE | {XPU: (TRITON_XPU, IPEX, REFERENCE)},
+    "gather_kv": EVERYWHERE,
+    "move_kv": EVERYWHERE,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of one op: the format it must take, a row by name (never falls back), no reference rows."""
+    """What is asked of one op: the format it must take, a row by name (never falls back), no reference rows, and the
+    slots of one layer's cache, reserved ones included."""
 
     fmt: KVFormat | None = None
     wanted: str | None = None
     strict: bool = False
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +110,8 @@ def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
         return f"{request.wanted!r} was requested"
     if request.strict and request.wanted is None and row.name == "reference":
         return "strict: an automatic choice may not end at the reference"
-    if request.fmt is not None and request.fmt.layout not in row.layouts:
-        return f"cannot store layout {request.fmt.layout.value!r}"
+    if request.fmt is not None and (reason := _cannot_store(row, request.fmt, request.num_rows)):
+        return reason
     if row.package is None:
         return None
     name, _, oldest = row.package.partition(">=")
@@ -142,6 +122,19 @@ def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
         return f"{name} {package.version} is older than {oldest}"
     if row.backend is not None and row.backend not in package.backends:
         return f"{name} {package.version} has no {row.backend} backend, only {list(package.backends)}"
+    return None
+
+
+def _cannot_store(row: Row, fmt: KVFormat, num_rows: int) -> str | None:
+    if fmt.layout not in row.layouts:
+        return f"cannot store layout {fmt.layout.value!r}"
+    if row.dtypes is not None and fmt.dtype not in row.dtypes:
+        return f"cannot store {fmt.dtype}"
+    if row.equal_dims and fmt.head_dim != fmt.v_head_dim:
+        return f"needs one head dim of K and V, not {fmt.head_dim} and {fmt.v_head_dim}"
+    elements = num_rows * fmt.num_kv_heads * max(fmt.head_dim, fmt.v_head_dim)
+    if row.max_elements is not None and elements > row.max_elements:
+        return f"addresses {row.max_elements} elements of a cache, not {elements}"
     return None
 
 
@@ -156,9 +149,13 @@ def parse_kernels(text: str) -> dict[str, str]:
 
 
 def select_all(
-    found: DeviceFacts, kernels: Mapping[str, str] | None = None, strict: bool = False, fmt: KVFormat | None = None
+    found: DeviceFacts,
+    kernels: Mapping[str, str] | None = None,
+    strict: bool = False,
+    fmt: KVFormat | None = None,
+    num_rows: int = 0,
 ) -> dict[str, Selection]:
-    """A selection for every op; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
+    """A selection for every op (see `Request`); `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
 
     Raises `ValueError` for an op or a row that the table does not have.
     """
@@ -171,7 +168,7 @@ def select_all(
         names = sorted({row.name for rows in TABLE[op].values() for row in rows})
         if name not in names:
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
-    return {op: select(op, found, Request(fmt, wanted.get(op), strict)) for op in TABLE}
+    return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op in TABLE}
 
 
 def load(op: str, selection: Selection) -> Callable[..., None]:

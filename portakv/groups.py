@@ -34,6 +34,7 @@ class Layer:
     k_inv: torch.Tensor
     v_inv: torch.Tensor
     store: Callable[..., None]
+    store_checks: bool  # the store refuses by itself what it cannot take
     gather: Callable[..., None]
 
 
@@ -55,6 +56,7 @@ class LayerGroup:
     store: Callable[..., None]
     gather: Callable[..., None]
     move: Callable[..., None]
+    store_checks: bool
 
     @property
     def num_rows(self) -> int:
@@ -77,6 +79,7 @@ class LayerGroup:
             self.v_caches[at],
             *self.scales[:, at],
             self.store,
+            self.store_checks,
             self.gather,
         )
 
@@ -166,4 +169,5 @@ def allocate_group(
         v_caches,
         torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
         *(dispatch.load(op, chosen[op]) for op in ("store_kv", "gather_kv", "move_kv")),
+        store_checks=chosen["store_kv"].row.checks,
     )

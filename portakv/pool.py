@@ -184,7 +184,8 @@ class HybridKVPool:
 
         A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
         strides with a dense last axis. k and v share a dtype: a float, converted or quantised with the layer's scales,
-        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page and negative slots go nowhere.
+        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page and
+        negative slots go nowhere.
 
         Raises `MissingSwaLoc`, and in checked mode `SlotFault` and `StaleWriteLoc`.
         """
@@ -193,26 +194,17 @@ class HybridKVPool:
             raise self._no_storage(layer_id)
         try:
             loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
-            good = (
-                loc is not None
-                and k.shape == ((n := loc.shape[0]), *layer.k_tail)
-                and v.shape == (n, *layer.v_tail)
-                and (dtype := k.dtype) in layer.sources
-                and v.dtype is dtype
-                and k.device == (device := self.device)
-                and v.device == device
-                and loc.device == device
-                and (k.is_contiguous() or k.stride(2) == 1)
-                and (v.is_contiguous() or v.stride(2) == 1)
-            )
-        except AttributeError:
-            good = False
-        if not good or loc is None:
+            checking = self._checking()
+            if checking or not layer.store_checks:
+                checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
+            if checking:
+                self._check_store(layer, write_loc, loc)
+            layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+        except (AttributeError, TypeError, ValueError):
+            # Refused: once more in full, to name this call's arguments.
             loc = checks.side_slots("write_loc", layer_id, layer, write_loc)
             checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
-        if self._checking():
-            self._check_store(layer, write_loc, loc)
-        layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+            raise
 
     def get_kv_buffer(self, layer_id: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first.

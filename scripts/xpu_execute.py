@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import enum
 import functools
 import multiprocessing
 import os
@@ -27,22 +28,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-_SCRATCH = tempfile.TemporaryDirectory()  # nothing of the user's: no other OpenCL platform, no kernel cache
-_VENDORS = Path(_SCRATCH.name) / "vendors"
-_VENDORS.mkdir()
-(_VENDORS / "cpu.icd").write_text(f"{sysconfig.get_path('data')}/lib/libintelocl.so\n")
-os.environ |= {
-    "OCL_ICD_VENDORS": str(_VENDORS),
-    "TRITON_CACHE_DIR": f"{_SCRATCH.name}/triton",
-    "TRITON_DISABLE_LINE_INFO": "1",  # line info asks for an extension that the runtime lacks
-}
-
 import pyopencl as cl
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from portakv import testing
+from portakv.compile import Target
 from portakv.formats import FP8_DIALECTS, KVFormat, Variant
 from portakv.kernels import _triton, reference, xpu
 from portakv.kernels._triton.launch import Launcher, Source, compile_source
@@ -51,21 +42,18 @@ Tensor = torch.Tensor
 
 CPU = torch.device("cpu")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-PVC = GPUTarget(
-    "xpu",
-    {
-        "name": "Intel(R) Data Center GPU Max 1550",
-        "architecture": 13136561920,
-        "max_work_group_size": 1024,
-        "max_num_sub_groups": 64,
-        "sub_group_sizes": [16, 32],
-        "has_fp64": True,
-        "has_subgroup_matrix_multiply_accumulate": True,
-        "has_subgroup_2d_block_io": True,
-        "has_bfloat16_conversions": True,
-    },
-    32,
-)
+PVC = Target.parse("pvc").triton()
+
+_scratch = tempfile.TemporaryDirectory()
+_vendors = Path(_scratch.name) / "vendors"
+_vendors.mkdir()
+(_vendors / "cpu.icd").write_text(f"{sysconfig.get_path('data')}/lib/libintelocl.so\n")
+os.environ |= {
+    "OCL_ICD_VENDORS": str(_vendors),  # no other OpenCL platform of this machine
+    "TRITON_CACHE_DIR": f"{_scratch.name}/triton",
+    "TRITON_DISABLE_LINE_INFO": "1",  # line info asks for an extension that the runtime lacks
+}
+
 # Intel's backend builds a C++ helper against SYCL and Level Zero, only to name the architecture for a tool that
 # is not called here.
 INTEL = triton.backends.backends["intel"].compiler
@@ -74,10 +62,17 @@ INTEL.__init__.__globals__["compile_module_from_src"] = lambda *_: SimpleNamespa
 SPIRV_VAL = Path(sysconfig.get_path("purelib")) / "cmeel.prefix/bin/spirv-val"
 
 
-class Op:
+class Op(enum.IntEnum):
     """Opcodes, as the SPIR-V specification numbers them."""
 
-    EXTENSION, EXECUTION_MODE, CAPABILITY, TYPE_VECTOR, TYPE_STRUCT, DECORATE, FADD, FMUL = 10, 16, 17, 23, 30, 71, 129, 133
+    EXTENSION = 10
+    EXECUTION_MODE = 16
+    CAPABILITY = 17
+    TYPE_VECTOR = 23
+    TYPE_STRUCT = 30
+    DECORATE = 71
+    FADD = 129
+    FMUL = 133
 
 
 KERNEL_ATTRIBUTES, MAX_WORKGROUP_SIZE, CONTRACTION_OFF, FAST_MATH_MODE = 5892, 5893, 31, 40
@@ -241,7 +236,10 @@ def check_far() -> None:
         out = torch.zeros((1, 2, 16), dtype=torch.uint8).view(fmt.dtype)
         bind("store_kv", launcher)(k, k, far, near, slot, ones, ones, faults, fmt)
         bind("gather_kv", launcher)(far, near, slot, out, out.clone(), ones, ones, faults, fmt)
-        if not (torch.equal(storage[-32:], k.view(torch.uint8).flatten()) and torch.equal(out.view(torch.uint8), k.view(torch.uint8))):
+        if not (
+            torch.equal(storage[-32:], k.view(torch.uint8).flatten())
+            and torch.equal(out.view(torch.uint8), k.view(torch.uint8))
+        ):
             raise testing.Mismatch("an offset past 2^31 was cut")
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from portakv import check, dispatch
 
 ROOT = Path(__file__).parents[1]
-TINY = ["--device", "cpu", "--budget", "25", "--slots", "256", "--tokens", "1,16", "--rounds", "2"]
+TINY = ["--device", "cpu", "--budget", "40", "--slots", "256", "--tokens", "1,16", "--rounds", "3"]
 
 SETUP = f"""
 import sys
@@ -63,7 +66,7 @@ def rehearse(out: Path, table: str) -> tuple[subprocess.CompletedProcess[str], d
 def test_rehearsal(tmp_path: Path) -> None:
     done, report = rehearse(tmp_path / "made" / "for it", INTERPRETED)
     assert done.returncode == 0, done.stdout
-    assert report["seconds"] < 40
+    assert report["seconds"] < 80
     assert report["kernels"] == dict.fromkeys(dispatch.TABLE, "triton")
     rows = {(row["op"], row["row"]): row for row in report["rows"]}
     for op in dispatch.TABLE:
@@ -79,13 +82,13 @@ def test_rehearsal(tmp_path: Path) -> None:
     bench = report["benchmark"]
     assert [row["tokens"] for row in bench["stores"]] == [1, 16]
     for row in bench["stores"]:
-        assert set(row["us"]) == {"set_kv_buffer", "set_kv_buffer fp8", "copy_", "index_put"}
+        assert set(row["us"]) >= {"set_kv_buffer", "set_kv_buffer fp8", "copy_", "index_put"}
+        assert set(row["us"]) | set(bench["notes"]) >= {"vLLM", "SGLang", "FlashInfer"}
         for median, low, high in row["us"].values():
             assert 0 < low <= median <= high
         assert row["of_copy_time"]["copy_"] == 1
     assert bench["copy_gb_per_s"] > 0
     assert bench["targets"] == []  # a CPU reaches and misses none of them
-    assert set(bench["notes"]) == {"vLLM", "SGLang", "FlashInfer"}
     # The table is the last that is printed.
     table = done.stdout.splitlines()[-len(report["rows"]) - len(report["graphs"]) - 3 :]
     assert table[0].startswith("| op | row |")
@@ -110,6 +113,52 @@ def test_an_absent_device_is_said(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"device_check: {kind}: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def store_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("store_gpu")
+
+
+def test_targets_take_the_worst_size(store_gpu: ModuleType) -> None:
+    ours, fp8 = store_gpu.OURS, store_gpu.FP8
+    stores = [
+        {"tokens": n, "of_copy_bandwidth": {ours: rate, fp8: 0.8}, "of_copy_time": {ours: slower}}
+        for n, rate, slower in (
+            (1, 0.01, 1.1),
+            (256, 0.5, 1.19),
+            (1024, 0.2, 9.0),
+            (16384, 0.95, 9.0),
+            (65536, 0.91, 9.0),
+        )
+    ]
+    eager = [{"us": {ours: (microseconds, 1.0, 9.0)}} for microseconds in (5.0, 8.5)]
+    found = list(store_gpu.targets({"stores": stores, "eager": eager}))
+    assert [(t["worst"], t["reached"]) for t in found] == [(0.91, True), (0.8, False), (1.19, True), (8.5, False)]
+    found = list(store_gpu.targets({"stores": [], "eager": []}))
+    assert [(t["worst"], t["reached"]) for t in found] == [(None, False)] * 4
+
+
+def test_a_device_is_timed_by_its_own_events(store_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25  # ms
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
+    assert store_gpu.stopwatch(torch.device("cuda"))(lambda: log.append("call")) == 250
+    assert log == ["record", "call", "record", "synchronize"]
 
 
 def test_compiling_ahead_fills_the_cache(tmp_path: Path) -> None:

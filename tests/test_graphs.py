@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, SlotFault, check
+from portakv import HybridKVPool, LayerSpec, SlotFault, check, checks
 from portakv import device as devices
 from portakv.check import GraphStores, Mismatch, capture
 from portakv.write_loc import GraphWriteLoc
@@ -61,6 +61,25 @@ def test_capture_warms_up_before_it_records(monkeypatch: pytest.MonkeyPatch) -> 
     assert log == ["step", "begin", "step", "end", "replay"]
 
 
+def test_checked_mode_reads_nothing_back_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to validate is all it can do there; a slot out of range is skipped and counted."""
+    pool = HybridKVPool([LayerSpec(None, 2, 16), LayerSpec(6, 2, 16)], size=16, swa_size=16, device=CPU, check=True)
+    write_loc = pool.graph_write_loc(2)
+    rows = torch.ones(2, 2, 16, dtype=torch.bfloat16)
+
+    def step() -> None:
+        write_loc.fill(torch.tensor([17, 17]))
+        for layer in range(2):
+            pool.set_kv_buffer(layer, write_loc, rows, rows)
+
+    with pytest.raises(SlotFault):
+        step()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_current_stream_capturing=lambda: True))
+    monkeypatch.setattr(checks, "host", lambda _: pytest.fail("read slots back"))
+    step()
+    assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"translate_loc": 2, "store_kv": 2}
+
+
 def keeps_tail(self: GraphWriteLoc, loc: torch.Tensor) -> None:
     """A fill that leaves the slots of the batch before behind the live ones."""
     twin = self.int32
@@ -84,7 +103,7 @@ fill = GraphWriteLoc.fill
 @pytest.mark.parametrize(
     ("wrong", "seen"),
     [
-        (keeps_tail, "fewer tokens: loc: expected"),
+        (keeps_tail, "(fewer tokens|the smaller graph): loc: expected"),
         (makes_new_buffers, "a full batch: a location buffer moved"),
         (forgets_twin, "a full batch: int32.loc"),
     ],
@@ -150,3 +169,11 @@ def test_checked_fill_refuses_before_it_writes(device: torch.device) -> None:
         write_loc.fill(torch.arange(5))
     assert all(torch.equal(a, b) for a, b in zip(before, buffers, strict=True))
     assert not any(pool.faults().values())
+
+
+def test_scales_that_a_graph_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales kept as new tensors leave a captured graph with the old ones; here the comparer has the old ones."""
+    monkeypatch.setattr(GraphStores, "_set_scales", lambda self, k, v: setattr(self, "scales", (k, v)))
+    stores = GraphStores(CPU, "reference", False, 4, torch.float8_e5m2)
+    with pytest.raises(Mismatch, match="a full batch: layer 0 K"):
+        list(stores.replays())

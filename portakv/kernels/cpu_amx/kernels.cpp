@@ -73,36 +73,53 @@ constexpr int kAhead = 4;
 // Ask for one line per page of a row that comes up in `kAhead` tokens: rows are scattered, and this took a third off
 // a store of 64 or 512 rows of 2 KiB (distances of 2, 4 and 8 were alike).
 template <Way W>
-inline void touch(const Plan (&plans)[2], int64_t slot) {
-    for (const Plan& p : plans) {
-        const char* row = row_at(W == Way::store ? p.half->dst : p.half->src, slot);
-        for (int64_t o = 0; o < p.row_bytes; o += 4096) __builtin_prefetch(row + o);
-    }
+inline void touch(const Plan& p, int64_t slot) {
+    const char* row = row_at(W == Way::store ? p.half->dst : p.half->src, slot);
+    for (int64_t o = 0; o < p.row_bytes; o += 4096) __builtin_prefetch(row + o);
 }
 
-// Tokens [begin, end) whose slot belongs to `part` of `parts`. A slot has one owner, so a slot that comes twice in
-// a store is written by one thread, in token order, and never holds halves of two rows.
+// What one thread does: tokens [begin, end) whose slot belongs to `part` of `parts`, of halves [first, last).
+struct Share {
+    int64_t begin;
+    int64_t end;
+    uint32_t part;
+    uint32_t parts;
+    int first;
+    int last;
+};
+
+// The share of thread `i` of `threads`. A slot's K has one owner and so has its V, and owners go in token order: a
+// slot that comes twice in a store holds the last of its rows, whole. An even number of threads is split into those
+// for K and those for V, which then read it from end to end.
 template <Way W>
-void do_tokens(const RowJob& job, int64_t begin, int64_t end, uint32_t part, uint32_t parts) {
+Share share(int64_t tokens, int i, int threads) {
+    if (W == Way::gather) return {tokens * i / threads, tokens * (i + 1) / threads, 0, 1, 0, 2};
+    if (threads % 2) return {0, tokens, uint32_t(i), uint32_t(threads), 0, 2};
+    return {0, tokens, uint32_t(i / 2), uint32_t(threads / 2), i % 2, i % 2 + 1};
+}
+
+template <Way W>
+void do_share(const RowJob& job, const Share& s) {
     constexpr int kBatch = 256;
     struct {
         int64_t token, slot;
     } picks[kBatch];
     const Plan plans[2] = {plan<W>(job.half[0]), plan<W>(job.half[1])};
     int64_t over = 0;
-    for (int64_t t = begin; t < end;) {
+    for (int64_t t = s.begin; t < s.end;) {
         int n = 0;
-        for (; t < end && n < kBatch; ++t) {
+        for (; t < s.end && n < kBatch; ++t) {
             int64_t slot = slot_at(job.loc, t);
             uint32_t hash = uint32_t(slot) * 0x9E3779B1u;
-            bool mine = W == Way::gather || uint32_t((uint64_t(hash) * parts) >> 32) == part;
-            over += mine & (slot >= job.end);
+            bool mine = W == Way::gather || uint32_t((uint64_t(hash) * s.parts) >> 32) == s.part;
+            over += mine & (s.first == 0) & (slot >= job.end);
             picks[n] = {t, slot};
             n += mine & (slot >= job.first) & (slot < job.end);
         }
         for (int i = 0; i < n; ++i) {
-            if (i + kAhead < n) touch<W>(plans, picks[i + kAhead].slot);
-            for (const Plan& p : plans) {
+            for (int h = s.first; h < s.last; ++h) {
+                const Plan& p = plans[h];
+                if (i + kAhead < n) touch<W>(p, picks[i + kAhead].slot);
                 int64_t from = W == Way::store ? picks[i].token : picks[i].slot;
                 int64_t to = W == Way::store ? picks[i].slot : picks[i].token;
                 do_row(p, row_at(p.half->src, from), row_at(p.half->dst, to), W == Way::store);
@@ -115,17 +132,10 @@ void do_tokens(const RowJob& job, int64_t begin, int64_t end, uint32_t part, uin
 
 template <Way W>
 void do_job(const RowJob& job) {
-    int64_t tokens = job.loc.size;
-    if (job.threads <= 1) return do_tokens<W>(job, 0, tokens, 0, 1);
+    if (job.threads <= 1) return do_share<W>(job, share<W>(job.loc.size, 0, 1));
 #ifdef _OPENMP
 #pragma omp parallel num_threads(job.threads)
-    {
-        int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
-        if (W == Way::store)
-            do_tokens<W>(job, 0, tokens, uint32_t(part), uint32_t(parts));
-        else
-            do_tokens<W>(job, tokens * part / parts, tokens * (part + 1) / parts, 0, 1);
-    }
+    do_share<W>(job, share<W>(job.loc.size, omp_get_thread_num(), omp_get_num_threads()));
 #endif
 }
 

@@ -174,8 +174,10 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
         refuse_value("v_cache", (std::to_string(kc.count) + " rows").c_str(), std::to_string(vc.count).c_str());
     job.first = scatter ? read_page_size(fmt) : 0;
     job.end = kc.count;
-    job.half[0] = bind(read_tensor(k, names[0]), kc, job.loc.size, scatter, k_scale, names[2]);
-    job.half[1] = bind(read_tensor(v, names[1]), vc, job.loc.size, scatter, v_scale, names[3]);
+    View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
+    job.half[0] = bind(k_view, kc, job.loc.size, scatter, k_scale, names[2]);
+    job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3]);
+    if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
     job.fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     if (job.loc.size == 0) return;
     int64_t bytes = job.loc.size * (half_bytes(job.half[0]) + half_bytes(job.half[1]));

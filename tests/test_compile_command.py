@@ -1,0 +1,200 @@
+"""`portakv compile`: what is compiled for which GPU, what the command prints, and its exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import triton
+from typer.testing import CliRunner, Result
+
+from portakv import cli
+from portakv import compile as compilation
+from portakv.compile import COLUMNS, FORMATS, TARGETS, Report, Target
+from portakv.device import DeviceKind
+from portakv.formats import KVFormat, list_variants
+from portakv.layers import LayerSpec
+
+Invoke = Callable[..., Result]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return lambda *args: CliRunner().invoke(cli.app, ["compile", *(str(arg) for arg in args)])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Target]]:
+    """What is asked of the compiler, which is not run: its every report is fine."""
+    asked: list[tuple[Any, Target]] = []
+
+    def compile_all(targets: Any, formats: Any, on_report: Any) -> list[Report]:
+        asked.extend((tuple(formats), target) for target in targets)
+        return [Report("move_kv", "any", target.name, (), 40, 0, 0, 2, True, 0.5) for target in targets]
+
+    monkeypatch.setattr(compilation, "compile_all", compile_all)
+    return asked
+
+
+def test_compiles_every_variant_in_processes(invoke: Invoke) -> None:
+    result = invoke("--target", "sm_90", "--format", "2x16x24:float8_e5m2:4", "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert shown["versions"]["triton"] == triton.__version__
+    variants = list_variants([KVFormat(2, 16, 24, torch.float8_e5m2, 4)])
+    assert [kernel["op"] for kernel in shown["kernels"]] == [variant.op for variant in variants]
+    assert len({(kernel["op"], kernel["variant"]) for kernel in shown["kernels"]}) == len(variants)
+    for kernel in shown["kernels"]:
+        assert kernel["ok"]
+        assert kernel["target"] == "sm_90"
+        assert kernel["spills"] == kernel["local_bytes"] == 0
+        assert kernel["registers"] > 0
+
+
+def test_a_failure_exits_with_1_and_is_named(invoke: Invoke) -> None:
+    result = invoke("--target", "sm_99", "--format", "1x8:float32")  # there is no such GPU
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(list_variants([KVFormat(1, 8, 8, torch.float32)]))
+    assert lines[0].startswith("portakv: sm_99 translate_loc int32 to int32: ")
+    assert f"0/{len(lines)}" in result.stdout
+
+
+def test_a_backend_that_is_missing_is_said_on_one_line(
+    invoke: Invoke, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends import backends
+
+    monkeypatch.delitem(backends, "amd")
+    result = invoke("--target", "sm_90,gfx942", "--target", "sm_80")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"portakv: gfx942 was not compiled: triton {triton.__version__} has no backend for hip")
+    assert [target.name for _, target in compiled] == ["sm_90", "sm_80"]
+    assert invoke("--target", "gfx90a").exit_code == 2
+
+
+def test_without_targets_takes_those_there_are_backends_for(invoke: Invoke, compiled: list[Any]) -> None:
+    from triton.backends import backends
+
+    result = invoke("--json")
+    assert result.exit_code == 0
+    builds = {DeviceKind.CUDA: "nvidia", DeviceKind.HIP: "amd", DeviceKind.XPU: "intel"}
+    expected = [name for name in TARGETS if builds[Target.parse(name).kind] in backends]
+    assert [target.name for _, target in compiled] == expected
+    assert set(json.loads(result.stdout)["unavailable"]) == set(TARGETS) - set(expected)
+    assert {formats for formats, _ in compiled} == {FORMATS}
+
+
+@pytest.mark.parametrize("bad", ["sm_9", "gfx", "a100", "", "sm_90;"])
+def test_refuses_what_is_no_target(bad: str, invoke: Invoke) -> None:
+    result = invoke("--target", bad)
+    assert result.exit_code == 2
+    assert f"target: expected sm_NN, gfxNNN or one of ['pvc', 'bmg'], got {bad!r}" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("bad", ["8x128", "8x128:int8", "0x8:float32", "8x128:float32:0", "8:float32", "8x-1:float32"])
+def test_refuses_what_is_no_format(bad: str, invoke: Invoke) -> None:
+    result = invoke("--format", bad)
+    assert result.exit_code == 2
+    assert "format: expected HEADSxDIM[xVDIM]:DTYPE[:PAGE]" in result.stderr.replace("\n", " ")
+
+
+def test_refuses_the_interpreter(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = invoke("--target", "sm_90")
+    assert result.exit_code == 2
+    assert "TRITON_INTERPRET" in result.stderr
+
+
+def test_without_triton(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("triton.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = invoke("--target", "sm_90")
+    assert result.exit_code == 2
+    assert result.stderr == "portakv: sm_90 was not compiled: triton is not installed\n"
+
+
+def test_takes_the_formats_of_a_checkpoint(invoke: Invoke, compiled: list[Any], tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=6, num_key_value_heads=2, head_dim=16)
+    config.save_pretrained(tmp_path)
+    options = ("--dtype", "float8_e5m2", "--page-size", 4)
+    assert invoke("--target", "sm_90", "--model", tmp_path, *options).exit_code == 0
+    ((formats, _),) = compiled
+    assert formats == (KVFormat(2, 16, 16, torch.float8_e5m2, 4),)
+    assert "dtype: expected" in invoke("--model", tmp_path, "--dtype", "int4").stderr
+
+
+def test_layers_of_two_shapes_make_two_formats() -> None:
+    layers = [LayerSpec(None, 8, 64), LayerSpec(128, 4, 64, 32), LayerSpec(None, 4, 64, 32), LayerSpec(None, 8, 64)]
+    formats = compilation.model_formats(layers, "bfloat16", 16)
+    assert set(formats) == {KVFormat(8, 64, 64, torch.bfloat16, 16), KVFormat(4, 64, 32, torch.bfloat16, 16)}
+    assert len(formats) == 2
+
+
+def test_waves_are_of_64_lanes_on_cdna_only() -> None:
+    lanes = {name: Target.parse(name).lanes for name in TARGETS}
+    assert {name for name, count in lanes.items() if count == 64} == {"gfx90a", "gfx942", "gfx950"}
+    assert set(lanes.values()) == {64, 32}
+    assert {Target.parse(name).kind for name in TARGETS} == {DeviceKind.CUDA, DeviceKind.HIP, DeviceKind.XPU}
+
+
+PAGE = f"before\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n{{}}\nafter\n"
+
+
+def _row(target: str, version: str) -> str:
+    return f"| {' | '.join((target, version, *('0',) * (len(COLUMNS) - 2)))} |\n"
+
+
+def test_updates_only_the_rows_of_its_targets(invoke: Invoke, compiled: list[Any], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.format(_row("sm_90", "old") + _row("pvc", "old")))
+    assert invoke("--target", "sm_90,gfx942", "--markdown", page).exit_code == 0
+    before, _, table = page.read_text().partition(f"|{'---|' * len(COLUMNS)}\n")
+    rows = table.removesuffix("\nafter\n").splitlines()
+    assert before.startswith("before\n")
+    assert [row.split(" | ")[:2] for row in rows] == [
+        ["| sm_90", triton.__version__],
+        ["| gfx942", triton.__version__],
+        ["| pvc", "old"],
+    ]
+    assert rows[0] == f"| sm_90 | {triton.__version__} | 1/1 | 40 | 0 | 0 | 2 | 1/1 |"
+
+
+def test_refuses_a_page_without_the_table(invoke: Invoke, compiled: list[Any], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    result = invoke("--target", "sm_90", "--markdown", page)
+    assert result.exit_code == 2
+    assert page.read_text() == "nothing\n"
+
+
+def test_summary_takes_the_worst_and_counts_the_failed() -> None:
+    good = Report("move_kv", "a", "gfx942", (), 40, 0, 0, 2, True)
+    bad = dataclasses.replace(good, problems=("spills",), registers=200, spills=7, local_bytes=64, vectors=False)
+    silent = Report("cast_loc", "b", "pvc", ())
+    version = triton.__version__
+    assert list(compilation.summarize([good, silent, bad])) == [
+        ("gfx942", version, "1/2", "200", "7", "64", "4", "1/2"),
+        ("pvc", version, "1/1", "–", "–", "–", "0", "0/0"),
+    ]
+
+
+def test_the_page_lists_every_target() -> None:
+    page = (ROOT / "docs/kernels.md").read_text()
+    header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    rows = page.partition(header)[2].split("\n\n")[0].splitlines()
+    assert tuple(row.split(" | ")[0].strip("| ") for row in rows) == TARGETS
+    for row in rows:
+        ok, _, total = row.split(" | ")[2].partition("/")
+        assert ok == total == str(len(list_variants(FORMATS)))
