@@ -2,7 +2,7 @@
 
 Rows of 8x128 for K and V, random slots in a pool much larger than the last-level cache, another set of slots each
 call, all through the public API. Ratios are medians over rounds in which both candidates ran in turn. `index_put` runs
-on buffers from `torch.zeros`, as an engine has them without a pool, and once more on the pool's, which lie in huge pages.
+on buffers from `torch.zeros`, as an engine has them without a pool, and on the pool's own, which lie in huge pages.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_stores(size: int, rounds: int) -> list[dict[str, Any]]:
     """Each comparison runs by itself, so that a heavy candidate's leftovers in the caches do not slow the next one."""
     bf16, fp8 = HybridKVPool(LAYERS[:1], size=size), HybridKVPool(LAYERS[:1], size=size, dtype=FP8)
     fp8.set_scales(0, 2.0, 2.0)
-    k_plain, v_plain = (torch.zeros(size + 1, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    k_plain, v_plain = (torch.zeros(size + 1, HEADS, DIM, dtype=torch.bfloat16).fill_(1) for _ in range(2))
     table = []
     for tokens in TOKENS:
         calls, candidates = max(1, 8192 // tokens), stores(size, tokens, bf16, fp8, (k_plain, v_plain))

@@ -198,9 +198,7 @@ class HybridSlotAllocator:
         self._fill[pages] = left
         self._pages.put_back(pages[left == 0], pages[left == 0])
 
-    def evict_swa(
-        self, req_to_token: IntsLike, rows: IntsLike, evicted: IntsLike, next_query: IntsLike
-    ) -> Ints:
+    def evict_swa(self, req_to_token: IntsLike, rows: IntsLike, evicted: IntsLike, next_query: IntsLike) -> Ints:
         """Free the SWA peers that no query from `next_query` on can see; returns the new cursors `[B]`.
 
         `req_to_token` `[R, max_len]`, on the host, holds full slots by row and position. In row `rows[i]`,

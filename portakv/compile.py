@@ -124,14 +124,16 @@ class Target:
     def unavailable(self) -> str | None:
         """Why the installed Triton cannot compile for it, or `None`."""
         try:
-            from triton.backends import backends
+            version = triton_version()
         except ModuleNotFoundError as e:
             if e.name != "triton":
                 raise
             return "triton is not installed"
+        from triton.backends import backends
+
         if any(backend.compiler.supports_target(self.triton()) for backend in backends.values()):
             return None
-        return f"triton {triton_version()} has no backend for {self.kind.value}, only {sorted(backends)}"
+        return f"triton {version} has no backend for {self.kind.value}, only {sorted(backends)}"
 
 
 FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE]"

@@ -69,18 +69,22 @@ class LayerGroup:
     def layer(self, at: int) -> Layer:
         """The layer at `at` of axis 0."""
         fmt = self.fmt
+        k_scale, v_scale, k_inv, v_inv = self.scales[:, at]
         return Layer(
-            fmt,
-            self.side == "swa",
-            (fmt.num_kv_heads, fmt.head_dim),
-            (fmt.num_kv_heads, fmt.v_head_dim),
-            frozenset(fmt.source_dtypes),
-            self.k_caches[at],
-            self.v_caches[at],
-            *self.scales[:, at],
-            self.store,
-            self.store_checks,
-            self.gather,
+            fmt=fmt,
+            on_swa=self.side == "swa",
+            k_tail=(fmt.num_kv_heads, fmt.head_dim),
+            v_tail=(fmt.num_kv_heads, fmt.v_head_dim),
+            sources=frozenset(fmt.source_dtypes),
+            k_cache=self.k_caches[at],
+            v_cache=self.v_caches[at],
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_inv=k_inv,
+            v_inv=v_inv,
+            store=self.store,
+            store_checks=self.store_checks,
+            gather=self.gather,
         )
 
 
@@ -161,13 +165,15 @@ def allocate_group(
         for shape in fmt.shapes(len(ids), num_rows)
     )
     return LayerGroup(
-        side,
-        fmt,
-        ids,
-        tuple(layers[i].window for i in ids),
-        k_caches,
-        v_caches,
-        torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
-        *(dispatch.load(op, chosen[op]) for op in ("store_kv", "gather_kv", "move_kv")),
+        side=side,
+        fmt=fmt,
+        layers=ids,
+        windows=tuple(layers[i].window for i in ids),
+        k_caches=k_caches,
+        v_caches=v_caches,
+        scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
+        store=dispatch.load("store_kv", chosen["store_kv"]),
+        gather=dispatch.load("gather_kv", chosen["gather_kv"]),
+        move=dispatch.load("move_kv", chosen["move_kv"]),
         store_checks=chosen["store_kv"].row.checks,
     )

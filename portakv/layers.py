@@ -28,9 +28,7 @@ class LayerSpec:
             if value is None and name in ("window", "v_head_dim"):
                 continue
             check_positive(name, value)
-        if self.alias_of is not None and (
-            not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)
-        ):
+        if self.alias_of is not None and (not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)):
             raise TypeError(f"alias_of: expected the index of a layer, got {self.alias_of!r}")
 
     @property

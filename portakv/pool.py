@@ -193,7 +193,7 @@ class HybridKVPool:
         if layer is None:
             raise self._no_storage(layer_id)
         try:
-            loc = write_loc.swa_loc if layer.on_swa else write_loc.loc
+            loc: Any = write_loc.swa_loc if layer.on_swa else write_loc.loc
             checking = self._checking()
             if checking or not layer.store_checks:
                 checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)

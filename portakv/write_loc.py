@@ -40,7 +40,7 @@ class KVWriteLoc:
             object.__setattr__(self, "swa_loc", self.swa_loc[:n])
 
     def __len__(self) -> int:
-        return self.loc.shape[0]
+        return int(self.loc.shape[0])
 
     def __getitem__(self, tokens: slice) -> KVWriteLoc:
         if not isinstance(tokens, slice):
@@ -48,7 +48,8 @@ class KVWriteLoc:
         return KVWriteLoc(self.loc[tokens], None if self.swa_loc is None else self.swa_loc[tokens])
 
 
-_new, _set_loc, _set_swa_loc = KVWriteLoc.__new__, KVWriteLoc.loc.__set__, KVWriteLoc.swa_loc.__set__  # type: ignore[attr-defined]
+_new = KVWriteLoc.__new__
+_set_loc, _set_swa_loc = (KVWriteLoc.__dict__[name].__set__ for name in ("loc", "swa_loc"))
 
 
 def planned(loc: torch.Tensor, swa_loc: torch.Tensor | None) -> KVWriteLoc:
@@ -76,7 +77,7 @@ class GraphWriteLoc:
         self._translate = translate
 
     def __len__(self) -> int:
-        return self.loc.shape[0]
+        return int(self.loc.shape[0])
 
     def __getitem__(self, tokens: slice) -> KVWriteLoc:
         return KVWriteLoc(self.loc, self.swa_loc)[tokens]
@@ -91,8 +92,8 @@ class GraphWriteLoc:
         check_slots("loc", loc)
         if loc.shape[0] > len(self):
             raise ValueError(f"loc: expected at most {len(self)} slots, got {loc.shape[0]}")
-        twin = self.int32
-        self._translate(loc, self.swa_loc, self.loc, twin and twin.swa_loc, twin and twin.loc)
+        loc_twin, swa_twin = (None, None) if self.int32 is None else (self.int32.loc, self.int32.swa_loc)
+        self._translate(loc, self.swa_loc, self.loc, swa_twin, loc_twin)
 
 
 WriteLoc = KVWriteLoc | GraphWriteLoc

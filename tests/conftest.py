@@ -9,7 +9,7 @@ import torch
 
 from portakv import device as devices
 
-# Two cores shared by OpenMP's spinning threads make these small tensors 30 times slower; tests of threads set their own.
+# OpenMP threads that spin on a busy machine make these small tensors 30 times slower; tests of threads set their own.
 torch.set_num_threads(1)
 
 

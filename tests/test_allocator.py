@@ -23,9 +23,7 @@ def snapshot(a: HybridSlotAllocator) -> tuple[Any, ...]:
     return a.mapping.tobytes(), pages.fill.tobytes(), stacks, queue
 
 
-def refused(
-    a: HybridSlotAllocator, error: type[Exception], match: str, call: Callable[..., Any], *args: Any
-) -> None:
+def refused(a: HybridSlotAllocator, error: type[Exception], match: str, call: Callable[..., Any], *args: Any) -> None:
     before = snapshot(a)
     with pytest.raises(error, match=match):
         call(*args)
@@ -100,9 +98,7 @@ def test_slots_come_out_ascending_from_page_one(page_size: int) -> None:
     assert first.dtype == torch.int64 and first.device.type == "cpu"
     assert first.tolist() == list(range(page_size, 4 * page_size))
     assert a.alloc(1).tolist() == [4 * page_size]
-    np.testing.assert_array_equal(
-        a.mapping[: 5 * page_size], [0] * page_size + list(range(page_size, 5 * page_size))
-    )
+    np.testing.assert_array_equal(a.mapping[: 5 * page_size], [0] * page_size + list(range(page_size, 5 * page_size)))
     a.check_integrity()
 
 
@@ -341,9 +337,7 @@ def test_a_slot_that_is_not_handed_out_is_named_with_the_reason(slot: int, why: 
     a = HybridSlotAllocator(32, 32, 4)
     slots = a.alloc(6).tolist()
     for call in (a.free, a.free_swa, a.rewind, a.restore_swa, a.require_owned):
-        refused(
-            a, SlotOwnership, f"slots: expected handed-out slots, got {slot}: {why}", call, [*slots, slot, 1]
-        )
+        refused(a, SlotOwnership, f"slots: expected handed-out slots, got {slot}: {why}", call, [*slots, slot, 1])
     assert a.is_live([*slots, slot]).tolist() == [True] * 6 + [False]
 
 
@@ -374,9 +368,7 @@ def test_part_of_a_page_is_refused() -> None:
     a = HybridSlotAllocator(32, 32, 4)
     slots = a.alloc(10)
     for call in (a.free, a.free_swa):
-        refused(
-            a, SlotOwnership, "part of a page at slot 9: 3 of 4 slots", call, slots[[0, 1, 2, 3, 5, 6, 7]]
-        )
+        refused(a, SlotOwnership, "part of a page at slot 9: 3 of 4 slots", call, slots[[0, 1, 2, 3, 5, 6, 7]])
         refused(a, SlotOwnership, "slot 13: 1 of 2 slots", call, slots[[9, 0, 1, 2, 3, 9]])
     a.free(slots[8:])  # all that is handed out of the page
     assert a.available() == 24
@@ -463,9 +455,7 @@ def test_evict_frees_what_no_later_query_sees(page_size: int, table_kind: str) -
         assert c == max(0, q - 8 + 1) // page_size * page_size
         assert a.is_live(table[row, : lens[row]]).tolist() == [p >= c for p in range(lens[row])]
     before = snapshot(a)
-    assert (
-        a.evict_swa(convert(table), rows, cursor, np.array(query) - 3).tolist() == cursor.tolist()
-    )  # monotone
+    assert a.evict_swa(convert(table), rows, cursor, np.array(query) - 3).tolist() == cursor.tolist()  # monotone
     assert snapshot(a) == before
     a.check_integrity()
 

@@ -181,9 +181,7 @@ class Model(RuleBasedStateMachine):
         plans = [self.plan(p, n, tail) for p, n in zip(prefix, seq, strict=True)]
         bare = 0
         for s, (_, wanted) in zip(batch, plans, strict=True):
-            numbers = [
-                s[i * self.page_size] // self.page_size if i * self.page_size < len(s) else 0 for i in wanted
-            ]
+            numbers = [s[i * self.page_size] // self.page_size if i * self.page_size < len(s) else 0 for i in wanted]
             bare += sum(page not in self.peer for page in numbers)
         if sum(c for c, _ in plans) > len(self.free_pages("full")) or bare > len(self.free_pages("swa")):
             self.refused(OutOfSlots, self.a.alloc_extend, prefix, seq, last, tail)
@@ -292,9 +290,7 @@ class Model(RuleBasedStateMachine):
         cursor = [0 if first else self.tokens(data, len(self.sequences[r]) // page) for r in rows]
         got = self.a.evict_swa(torch.from_numpy(table), rows, cursor, query)
         for r, c, q, new in zip(rows, cursor, query, got.tolist(), strict=True):
-            gone = [
-                p for p in range(len(self.sequences[r])) if p < q and p <= q - self.window
-            ]  # unseen from q on
+            gone = [p for p in range(len(self.sequences[r])) if p < q and p <= q - self.window]  # unseen from q on
             frontier = len(gone) // page * page
             assert new == max(c, frontier)
             self.drop_peers({self.sequences[r][p] // page for p in range(c // page * page, frontier)})
@@ -358,8 +354,7 @@ class Model(RuleBasedStateMachine):
             good = [
                 n
                 for n in range(0, len(s) + 1, page)
-                if not self.has_swa
-                or all(s[p] // page in self.peer for p in range(max(0, n - window + 1), n))
+                if not self.has_swa or all(s[p] // page in self.peer for p in range(max(0, n - window + 1), n))
             ]
             best.append(max(good))
         assert self.a.reusable_prefix(table, window).tolist() == best

@@ -75,9 +75,7 @@ def make_world(device: torch.device, kernels: dict[str, str] | None, check: bool
         "kernels": kernels,
         "check": check,
     }
-    pool = HybridKVPool(
-        LAYERS, dtype=torch.float8_e4m3fn, **options
-    )  # fp8: scales count, and bytes need care
+    pool = HybridKVPool(LAYERS, dtype=torch.float8_e4m3fn, **options)  # fp8: scales count, and bytes need care
     freed, held = pool.allocator.alloc(T), pool.allocator.alloc(16)
     k, v = (torch.randn(T, H, dim, device=pool.device) for dim in (D, DV))
     write_loc, graph = pool.plan_write(held[8:12]), pool.graph_write_loc(8, int32_twin=True)
@@ -823,9 +821,7 @@ CHECKED: list[Bad] = [
 
 def table(rows: list[Bad]) -> Any:
     assert len({row[0] for row in rows}) == len(rows)
-    return pytest.mark.parametrize(
-        ("call", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in rows]
-    )
+    return pytest.mark.parametrize(("call", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in rows])
 
 
 @table(STORES)
@@ -971,9 +967,7 @@ CONSTRUCTION: list[tuple[str, dict[str, Any], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in CONSTRUCTION]
-)
+@pytest.mark.parametrize(("options", "error", "fragment"), [pytest.param(*row[1:], id=row[0]) for row in CONSTRUCTION])
 def test_construction(options, error, fragment):
     options = GOOD | options
     with pytest.raises(error, match=fragment):
@@ -1009,9 +1003,7 @@ def test_environment(monkeypatch, name, value, error, fragment):
 @pytest.mark.parametrize("value", ["gpu", "", "cuda:0", "CPU", "other"])
 def test_the_device_variable(value):
     """What the import does with `PORTAKV_DEVICE`; scenario 48 does it in a fresh process."""
-    with pytest.raises(
-        ValueError, match=r"PORTAKV_DEVICE: expected one of \['cuda', 'hip', 'xpu', 'cpu'\], got '"
-    ):
+    with pytest.raises(ValueError, match=r"PORTAKV_DEVICE: expected one of \['cuda', 'hip', 'xpu', 'cpu'\], got '"):
         devices.choose(value)
 
 

@@ -36,7 +36,7 @@ def test_probe_order_and_cpu_last() -> None:
 
 def test_choose() -> None:
     assert devices.choose("cpu") is DeviceKind.CPU
-    with pytest.raises(ValueError, match="expected one of .*'cpu'.*got 'tpu'"):
+    with pytest.raises(ValueError, match=r"expected one of .*'cpu'.*got 'tpu'"):
         devices.choose("tpu")
     missing = next((p for p in devices.probe() if not p.count), None)
     if missing is None:
@@ -62,7 +62,11 @@ def test_kind_of_follows_the_tensor() -> None:
 
 
 def test_fp8_dialect_follows_the_arch() -> None:
-    for arch, dialect in (("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("sm_90", torch.float8_e4m3fn)):
+    for arch, dialect in (
+        ("gfx942", torch.float8_e4m3fnuz),
+        ("gfx950", torch.float8_e4m3fn),
+        ("sm_90", torch.float8_e4m3fn),
+    ):
         assert devices.fp8_dialect(DeviceFacts(DeviceKind.HIP, arch)) is dialect
 
 
@@ -76,7 +80,11 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [("tpu", "ValueError: PORTAKV_DEVICE: expected one of"), ("", "ValueError: PORTAKV_DEVICE"), ("xpu", "DeviceUnavailable: xpu")],
+    [
+        ("tpu", "ValueError: PORTAKV_DEVICE: expected one of"),
+        ("", "ValueError: PORTAKV_DEVICE"),
+        ("xpu", "DeviceUnavailable: xpu"),
+    ],
 )
 def test_environment_that_names_no_device(value: str, error: str) -> None:
     if value == "xpu" and devices.probe()[2].count:

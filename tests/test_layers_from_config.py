@@ -106,9 +106,7 @@ def test_what_the_pool_has_no_layer_for(options: dict[str, Any], message: str) -
 
 
 def test_not_a_decoder_config() -> None:
-    with pytest.raises(
-        ValueError, match="expected a decoder config with num_hidden_layers, got SimpleNamespace"
-    ):
+    with pytest.raises(ValueError, match="expected a decoder config with num_hidden_layers, got SimpleNamespace"):
         layers_from_config(SimpleNamespace(hidden_size=4))
 
 

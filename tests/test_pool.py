@@ -33,7 +33,9 @@ MIXTURES = {
 
 
 def rows_for(spec: LayerSpec, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(n, spec.num_kv_heads, spec.head_dim).to(dtype), torch.randn(n, spec.num_kv_heads, spec.v_dim).to(dtype)
+    return torch.randn(n, spec.num_kv_heads, spec.head_dim).to(dtype), torch.randn(n, spec.num_kv_heads, spec.v_dim).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("layers", MIXTURES.values(), ids=MIXTURES)
@@ -42,7 +44,9 @@ def rows_for(spec: LayerSpec, n: int, dtype: torch.dtype = torch.float32) -> tup
 def test_a_forward(layers: list[LayerSpec], page_size: int, swa_size: int | None, device: torch.device) -> None:
     """Every layer reads back what it stored, at the slots its side gave, and aliases read their producer's."""
     torch.manual_seed(0)
-    pool = HybridKVPool(layers, size=96, swa_size=swa_size, page_size=page_size, dtype=torch.float32, device=device, check=True)
+    pool = HybridKVPool(
+        layers, size=96, swa_size=swa_size, page_size=page_size, dtype=torch.float32, device=device, check=True
+    )
     pool.allocator.alloc(7)
     loc = pool.allocator.alloc(20)
     write_loc = pool.plan_write(loc)

@@ -88,8 +88,7 @@ ONLY_FOR: dict[str, dict[str, Any]] = {
     "modernbert_decoder": {"local_attention": 2 * WINDOW},
     "phi4_multimodal": {
         "vision_config": TOWER | {"num_hidden_layers": 2, "crop_size": 28, "image_size": 28},
-        "audio_config": TOWER
-        | {"num_blocks": 1, "nemo_conv_channels": 8, "ext_pw_out_channel": 32, "input_size": 16},
+        "audio_config": TOWER | {"num_blocks": 1, "nemo_conv_channels": 8, "ext_pw_out_channel": 32, "input_size": 16},
     },
     "moshi": {"audio_vocab_size": 64, "ffn_dim": 128, "num_codebooks": 2},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": HYBRID},
@@ -193,17 +192,13 @@ def compare(ours: Any, theirs: Any) -> None:
     """Same tokens, and the same logits to 1e-5, at every step."""
     assert torch.equal(ours.sequences, theirs.sequences)
     for step, (mine, other) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-        torch.testing.assert_close(
-            mine, other, rtol=0, atol=1e-5, msg=lambda m, s=step: f"logits of step {s}: {m}"
-        )
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5, msg=lambda m, s=step: f"logits of step {s}: {m}")
 
 
 class ForgetsOldestKey(PortaKVCache):
     """Wrong on purpose: in each decode step a full window's oldest key reads as zeros."""
 
-    def update(
-        self, key_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, *args, **kwargs)
         if key_states.shape[2] == 1 and keys.shape[2] == WINDOW:
             keys[:, :, 0] = 0
@@ -352,9 +347,7 @@ def test_windows_on_the_full_side(gemma3: Any) -> None:
 # Slots
 
 
-def step(
-    cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def step(cache: Cache, num_tokens: int, batch: int = 2, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One forward through every layer of a cache of `SPECS`, with random K and V."""
     random = torch.Generator().manual_seed(seed)
     out = []
@@ -376,9 +369,7 @@ SPECS = [
 
 
 def make_pool(page_size: int = 4, size: int = 256, swa_size: int = 256, **options: Any) -> HybridKVPool:
-    return HybridKVPool(
-        SPECS, size=size, swa_size=swa_size, page_size=page_size, dtype=torch.float32, **options
-    )
+    return HybridKVPool(SPECS, size=size, swa_size=swa_size, page_size=page_size, dtype=torch.float32, **options)
 
 
 def own_cache() -> Cache:
@@ -398,9 +389,7 @@ def state(pool: HybridKVPool) -> tuple[Any, ...]:
 
 
 def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
-    )
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -487,9 +476,7 @@ def test_random_operations_against_transformers_layers(page_size: int, seed: int
             last = (1, 1, 2, 7)[pick(0, 4)]
             sizes = [[c.get_mask_sizes(last, layer) for layer in range(len(SPECS))] for c in (ours, theirs)]
             assert sizes[0] == sizes[1]
-            for mine, other in zip(
-                step(ours, last, batch, turn), step(theirs, last, batch, turn), strict=True
-            ):
+            for mine, other in zip(step(ours, last, batch, turn), step(theirs, last, batch, turn), strict=True):
                 assert all(map(torch.equal, mine, other))
         elif kind == 5 and last > 1:
             removed = pick(1, last)
@@ -577,9 +564,7 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
     pool = make_pool()
     cache = PortaKVCache(pool)
     step(cache, 4)  # a whole page: the next token would take another
-    refused(
-        pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3)
-    )
+    refused(pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3))
     wrong = torch.zeros(2, 3, 1, 16)
     refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
     refused(
@@ -597,9 +582,7 @@ def test_forward_that_stopped_half_way_is_named_and_can_be_cropped() -> None:
     step(cache, 6), step(other, 6)
     k, v = torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)
     cache.update(k, v, 0)
-    refused(
-        pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1)
-    )
+    refused(pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1))
     refused(pool, PortaKVError, r"layers \[1, 2, 3\] did not write", lambda: cache.update(k, v, 0))
     refused(pool, PortaKVError, "did not write", lambda: cache.reorder_cache(torch.tensor([1, 0])))
     refused(pool, ValueError, "at least the 1 that some layer lacks", lambda: cache.crop(0))

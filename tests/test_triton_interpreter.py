@@ -177,9 +177,7 @@ def test_asks_only_for_listed_variants() -> None:
             tokens, pad, start = (int(torch.randint(1, 9, ())) for _ in range(3))
             dtype = fmt.source_dtypes[i % len(FLOAT_DTYPES)]
             k, v = (
-                torch.zeros(tokens, fmt.num_kv_heads, start + dim + pad, dtype=dtype)[
-                    ..., start : start + dim
-                ]
+                torch.zeros(tokens, fmt.num_kv_heads, start + dim + pad, dtype=dtype)[..., start : start + dim]
                 for dim in (fmt.head_dim, fmt.v_head_dim)
             )
             caches = [t[0] for t in _caches(fmt, 1, 16, CPU)]

@@ -143,6 +143,19 @@ def test_ipex_without_tokens_asks_for_nothing() -> None:
     ipex.store_kv(*args.values(), torch.ones(2), torch.ones(2), faults, FMT)
 
 
+def test_ipex_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(ipex, "_load", lambda: lambda *args: calls.append(args))
+    args = arguments()
+    faults = args.pop("faults")
+    ipex.store_kv(*args.values(), torch.ones(2), torch.ones(2), faults, FMT)
+    ((*tensors, slots, dtype, k_scale, v_scale),) = calls
+    assert [t.data_ptr() for t in tensors if isinstance(t, Tensor)] == [t.data_ptr() for t in list(args.values())[:4]]
+    assert isinstance(slots, Tensor)
+    assert slots.tolist() == [4, 9, 15]
+    assert (dtype, k_scale, v_scale) == ("auto", 1.0, 1.0)
+
+
 def test_ipex_needs_no_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; from portakv.kernels import ipex"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -99,9 +99,7 @@ class PortaKVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store `[B, H, q, D]` and `[B, H, q, Dv]` of one layer; returns the K and V its attention reads."""
         if not 0 <= layer_idx < len(self.layers):
-            raise ValueError(
-                f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}"
-            )
+            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}")
         return super().update(key_states, value_states, layer_idx)
 
     def reset(self) -> None:
@@ -156,9 +154,7 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool owns the memory."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self._batch.update(self, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -309,9 +305,7 @@ class _Batch:
         self.slots[:, past:length] = loc.view(batch, num_tokens)
         self.length, self.unwritten = length, len(self.layers)
         self.write = self.pool.plan_write(loc)
-        self.reads = {
-            window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}
-        }
+        self.reads = {window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}}
 
     def _plan_read(self, query: int, window: int | None) -> KVWriteLoc:
         """What layers of `window` read when the first new token is at `query`, translated if they need it."""

@@ -8,6 +8,10 @@ the contract of slots around it. The op itself has not been run here: it exists 
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
+
 import torch
 
 from portakv.formats import CANONICAL_NAN, FAULT_KINDS, KVFormat
@@ -31,10 +35,15 @@ def store_kv(
     """`portakv.kernels.reference.store_kv` has the contract; here for unquantised formats of one head dim only."""
     if loc.shape[0] == 0:
         return
-    import intel_extension_for_pytorch  # noqa: F401 (registers the op)
+    # "auto" is the caches' own dtype; the scales of K and V are for fp8.
+    _load()(*prepare(k, v, k_cache, v_cache, loc, faults, fmt), "auto", 1.0, 1.0)
 
-    args = prepare(k, v, k_cache, v_cache, loc, faults, fmt)
-    torch.ops.torch_ipex.reshape_and_cache_flash(*args, "auto", 1.0, 1.0)
+
+@functools.cache
+def _load() -> Callable[..., None]:
+    importlib.import_module("intel_extension_for_pytorch")  # registers the op
+    op: Callable[..., None] = torch.ops.torch_ipex.reshape_and_cache_flash
+    return op
 
 
 def prepare(

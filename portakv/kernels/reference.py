@@ -92,9 +92,7 @@ def gather_kv(
         _as_bytes(out).copy_(torch.where(ok[:, None, None], fresh, _as_bytes(out)))
 
 
-def move_kv(
-    k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults: Tensor, fmt: KVFormat
-) -> None:
+def move_kv(k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults: Tensor, fmt: KVFormat) -> None:
     """Copy slot `src[i]` to slot `tgt[i]` in every layer of `[L, rows, H, D]` caches, as if every source were
     read before any write."""
     num_rows = k_caches.shape[1]

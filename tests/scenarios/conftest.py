@@ -22,9 +22,7 @@ import portakv
 from portakv import device as devices
 from portakv import dispatch
 
-ACCELERATORS = [
-    kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")
-]
+ACCELERATORS = [kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")]
 
 
 def _backends() -> list[tuple[str, str]]:

@@ -39,9 +39,7 @@ def test_fixed_buffers_keep_their_addresses_and_write_the_new_row(pool):
     graph.fill(loc)
     old = int(remap(pool, loc))
     graph.fill(loc)
-    assert [
-        x.data_ptr() for x in (graph.loc, graph.swa_loc, graph.int32.loc, graph.int32.swa_loc)
-    ] == addresses
+    assert [x.data_ptr() for x in (graph.loc, graph.swa_loc, graph.int32.loc, graph.int32.swa_loc)] == addresses
     ones = torch.ones(4, 2, 16, device=pool.device)
     pool.set_kv_buffer(0, graph, ones, ones)
     k_cache, _ = pool.get_kv_buffer(0)

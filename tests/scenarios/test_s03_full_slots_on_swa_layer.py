@@ -30,9 +30,7 @@ def test_every_forward_mode_gives_the_same_swa_slots(pool):
 
     graph = pool.graph_write_loc(8, int32_twin=True)
     graph.fill(loc)
-    draft_steps = pool.plan_write(
-        loc.reshape(2, 3).T.flatten()
-    )  # one column per step, cut by explicit slices
+    draft_steps = pool.plan_write(loc.reshape(2, 3).T.flatten())  # one column per step, cut by explicit slices
     plans = {
         "host": pool.plan_write(loc),
         "device": pool.plan_write(loc.to(pool.device)),

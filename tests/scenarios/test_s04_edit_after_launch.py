@@ -43,9 +43,7 @@ def test_checked_mode_names_the_first_stale_slot(make_pool, unchanged):
     pool.set_kv_buffer(1, plan, x, x)
     give_away(pool, loc[2:])
     for stale in (plan, graph):
-        message = (
-            rf"write_loc\[2\]: slot {loc[2]} was translated to {plan.swa_loc[2]}, the mapping says 0 now"
-        )
+        message = rf"write_loc\[2\]: slot {loc[2]} was translated to {plan.swa_loc[2]}, the mapping says 0 now"
         with unchanged(pool), pytest.raises(StaleWriteLoc, match=message):
             pool.set_kv_buffer(1, stale, x, x)
     pool.set_kv_buffer(1, plan[:2], x[:2], x[:2])

@@ -150,9 +150,7 @@ def test_a_slot_twice_gets_one_whole_row(make_pool, page, layer, unchanged):
     checked = filled(make_pool, page, check=True)
     swa = checked.plan_write(checked.allocator.alloc(4)) if layer else None
     y = torch.ones(4, 2, 16, device=pool.device)
-    where = (
-        locations(checked, [5, 0, -1, 5]) if swa is None else KVWriteLoc(swa.loc, swa.swa_loc[[0, 1, 1, 2]])
-    )
+    where = locations(checked, [5, 0, -1, 5]) if swa is None else KVWriteLoc(swa.loc, swa.swa_loc[[0, 1, 1, 2]])
     with unchanged(checked), pytest.raises(SlotFault, match=r"expected each slot once, got slot \d+ twice"):
         checked.set_kv_buffer(layer, where, y, y)
     checked.set_kv_buffer(0, locations(checked, [0, 0, -1, -1]), y, y)

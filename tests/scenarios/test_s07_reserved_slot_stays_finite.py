@@ -20,9 +20,7 @@ def assert_reserved_rows_are_zero(pool):
 
 
 @pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize(
-    "source", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "same dtype"]
-)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "same dtype"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_store_of_nan_to_reserved_slots(make_pool, dtype, source, page):
     pool = make_pool(LAYERS, size=16, swa_size=16, page_size=page, dtype=dtype)
@@ -30,9 +28,7 @@ def test_a_store_of_nan_to_reserved_slots(make_pool, dtype, source, page):
     for width in (torch.int32, torch.int64):
         for layer, spec in enumerate(LAYERS):
             k, v = (
-                torch.full((len(slots), spec.num_kv_heads, dim), torch.nan)
-                .to(source or dtype)
-                .to(pool.device)
+                torch.full((len(slots), spec.num_kv_heads, dim), torch.nan).to(source or dtype).to(pool.device)
                 for dim in (spec.head_dim, spec.v_dim)
             )
             loc = slots.to(width)
@@ -47,8 +43,7 @@ def test_a_move_to_reserved_slots(make_pool, page):
     loc = pool.allocator.alloc(page)
     for layer, spec in enumerate(LAYERS):
         k, v = (
-            torch.full((page, spec.num_kv_heads, d), torch.nan, device=pool.device)
-            for d in (spec.head_dim, spec.v_dim)
+            torch.full((page, spec.num_kv_heads, d), torch.nan, device=pool.device) for d in (spec.head_dim, spec.v_dim)
         )
         pool.set_kv_buffer(layer, pool.plan_write(loc), k, v)
     pool.move_kv_cache(torch.arange(page), loc)
@@ -63,8 +58,7 @@ def test_rows_whose_swa_side_is_gone(make_pool, page):
     pool.allocator.free_swa(loc[:4])
     for layer, spec in enumerate(LAYERS):
         k, v = (
-            torch.full((8, spec.num_kv_heads, d), torch.nan, device=pool.device)
-            for d in (spec.head_dim, spec.v_dim)
+            torch.full((8, spec.num_kv_heads, d), torch.nan, device=pool.device) for d in (spec.head_dim, spec.v_dim)
         )
         pool.set_kv_buffer(layer, pool.plan_write(loc), k, v)
     pool.move_kv_cache(loc[:4], loc[4:])

@@ -23,9 +23,7 @@ def test_rows_land_in_their_slots_only(make_pool, window, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     held = pool.allocator.alloc(64)
     loc = held[torch.randperm(64, generator=generator)[:21]]
-    k, v = (
-        torch.randn(21, heads, dim, generator=generator).to(dtype).to(pool.device) for dim in (k_dim, v_dim)
-    )
+    k, v = (torch.randn(21, heads, dim, generator=generator).to(dtype).to(pool.device) for dim in (k_dim, v_dim))
     expected = []
     for cache, rows in zip(pool.get_kv_buffer(0), (k, v), strict=True):
         cache.view(torch.uint8)[pool.page_size :] = 0x2A
@@ -44,9 +42,7 @@ def test_rows_land_in_their_slots_only(make_pool, window, shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_moves_and_host_copies_keep_both_widths(make_pool, shape):
     heads, k_dim, v_dim = shape
-    pool = make_pool(
-        [LayerSpec(None, heads, k_dim, v_dim), LayerSpec(8, heads, v_dim, k_dim)], size=64, swa_size=64
-    )
+    pool = make_pool([LayerSpec(None, heads, k_dim, v_dim), LayerSpec(8, heads, v_dim, k_dim)], size=64, swa_size=64)
     loc = pool.allocator.alloc(16)
     rows = [
         [torch.randn(16, heads, d, device=pool.device).to(pool.dtype) for d in dims]

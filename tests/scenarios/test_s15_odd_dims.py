@@ -52,9 +52,7 @@ def test_rows_and_nothing_beside_them(kernel, backend, heads, dim, source, dtype
 
     outs = [testing.canary((TOKENS, heads, d), dtype).to(device) for d in (dim, v_dim)]
     scale = 1 / inv
-    kernel("gather_kv")(
-        *(c.tensor for c in caches), loc, *(o.tensor for o in outs), scale, scale, faults.tensor, fmt
-    )
+    kernel("gather_kv")(*(c.tensor for c in caches), loc, *(o.tensor for o in outs), scale, scale, faults.tensor, fmt)
     for out, c, d in zip(outs, caches, (dim, v_dim), strict=True):
         want = testing.canary((TOKENS, heads, d), dtype)
         want.tensor.view(torch.uint8)[:] = c.tensor.view(torch.uint8)[loc].cpu()

@@ -56,9 +56,7 @@ def test_raw_bytes_go_in_as_the_storage_dtype_only(make_pool, dtype, unchanged):
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *FP8_DIALECTS], ids=str)
-@pytest.mark.parametrize(
-    "source", [torch.float64, torch.int8, torch.int32, torch.bool, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("source", [torch.float64, torch.int8, torch.int32, torch.bool, torch.complex64], ids=str)
 def test_other_dtypes_are_refused(make_pool, dtype, source, unchanged):
     pool = make_pool([LayerSpec(None, 1, 8)], size=8, dtype=dtype)
     write_loc = pool.plan_write(pool.allocator.alloc(1))

@@ -56,18 +56,14 @@ def stored_bytes(make_pool, dtype, x, scale=1.0):
     pool.set_kv_buffer(0, write_loc, rows, rows)
     k, v = pool.gather_kv(0, write_loc)
     assert torch.equal(k.view(torch.uint8), v.view(torch.uint8))
-    return k.flatten().view(torch.uint8).cpu(), pool.gather_kv(0, write_loc, dtype=torch.float32)[
-        0
-    ].flatten().cpu()
+    return k.flatten().view(torch.uint8).cpu(), pool.gather_kv(0, write_loc, dtype=torch.float32)[0].flatten().cpu()
 
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", FP8_DIALECTS, ids=str)
 def test_out_of_range_saturates(make_pool, dtype, source):
     largest = DEFINITIONS[dtype][3]
-    x = torch.tensor(
-        [465.0, 1000.0, -1e4, 6e4, -6e4, torch.inf, -torch.inf, 448.0, torch.nan, -torch.nan]
-    ).to(source)
+    x = torch.tensor([465.0, 1000.0, -1e4, 6e4, -6e4, torch.inf, -torch.inf, 448.0, torch.nan, -torch.nan]).to(source)
     got, values = stored_bytes(make_pool, dtype, x)
     assert got.tolist() == [oracle(float(value), dtype) for value in x]
     beyond = x.abs() > largest

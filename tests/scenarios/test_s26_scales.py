@@ -16,9 +16,7 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture
 def rows(backend):
     device, _ = backend
-    return torch.randn(T, H, D).to(torch.bfloat16).to(device), torch.randn(T, H, DV).to(torch.bfloat16).to(
-        device
-    )
+    return torch.randn(T, H, D).to(torch.bfloat16).to(device), torch.randn(T, H, DV).to(torch.bfloat16).to(device)
 
 
 def build(make_pool, dtype=FP8, layers=1):
@@ -138,9 +136,7 @@ def test_a_scale_that_is_none(make_pool, scale, which, unchanged):
         pool.set_scales(0, **{"k_scale": 7.0, "v_scale": 7.0, which: scale})
 
 
-@pytest.mark.parametrize(
-    "scale", [torch.ones(3), torch.ones(0), torch.ones(2, 2)], ids=lambda x: str(tuple(x.shape))
-)
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(0), torch.ones(2, 2)], ids=lambda x: str(tuple(x.shape)))
 def test_a_scale_of_another_shape(make_pool, scale, unchanged):
     pool, _ = build(make_pool)
     with unchanged(pool), pytest.raises(ValueError, match=f"v_scale: expected 1 value or {H}"):

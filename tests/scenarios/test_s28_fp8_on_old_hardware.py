@@ -37,9 +37,7 @@ def test_without_the_compiler_the_reason_is_told_at_construction(found):
     selection = select("store_kv", bare, Request(KVFormat(8, 128, 128, torch.float8_e4m3fn)))
     assert selection.row.name == "reference"
     assert [(row.name, why) for row, why in selection.rejected] == [("triton", "triton: not installed")]
-    with pytest.raises(
-        NoKernel, match=rf"no kernel for store_kv on .*{found.arch}:\n  triton: triton: not installed"
-    ):
+    with pytest.raises(NoKernel, match=rf"no kernel for store_kv on .*{found.arch}:\n  triton: triton: not installed"):
         select("store_kv", bare, Request(wanted="triton"))
 
 

@@ -44,15 +44,11 @@ def test_one_side_keeps_everything(make_pool):
 
 def test_both_layouts_return_the_same_keys(make_pool):
     generator = torch.Generator().manual_seed(0)
-    caches = [
-        PortaKVCache(make_pool(LAYERS, size=64, swa_size=size, dtype=torch.float32)) for size in (None, 32)
-    ]
+    caches = [PortaKVCache(make_pool(LAYERS, size=64, swa_size=size, dtype=torch.float32)) for size in (None, 32)]
     for n in [5, 1, 1, 7, *[1] * 20]:
         for layer, spec in enumerate(LAYERS):
             x = torch.randn(1, spec.num_kv_heads, n, 8, generator=generator)
-            one, hybrid = (
-                cache.update(x.to(cache.pool.device), -x.to(cache.pool.device), layer) for cache in caches
-            )
+            one, hybrid = (cache.update(x.to(cache.pool.device), -x.to(cache.pool.device), layer) for cache in caches)
             for a, b in zip(one, hybrid, strict=True):
                 assert torch.equal(a, b)
     assert [cache.pool.allocator.available("full") for cache in caches] == [64 - 34] * 2

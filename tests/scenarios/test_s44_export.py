@@ -49,9 +49,7 @@ def fill(pool, slots):
 
 def read(pool, slots):
     where = pool.plan_write(slots)
-    return [
-        [x.view(torch.uint8).cpu() for x in pool.gather_kv(layer, where)] for layer in range(len(pool.layers))
-    ]
+    return [[x.view(torch.uint8).cpu() for x in pool.gather_kv(layer, where)] for layer in range(len(pool.layers))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +158,4 @@ def test_exported_slots_are_those_of_the_side(make_pool):
     assert full.num_slots == 65
     assert swa.num_slots == 33
     assert int(write_loc.swa_loc.max()) < swa.num_slots <= int(write_loc.loc.max()) + 33
-    assert np.array_equal(
-        pool.allocator.mapping[write_loc.loc.cpu().numpy()], write_loc.swa_loc.cpu().numpy()
-    )
+    assert np.array_equal(pool.allocator.mapping[write_loc.loc.cpu().numpy()], write_loc.swa_loc.cpu().numpy())

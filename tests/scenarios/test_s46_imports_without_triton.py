@@ -96,9 +96,7 @@ def test_an_explicit_request_says_what_is_missing():
 
 def test_a_broken_import_of_ours_is_not_taken_for_a_missing_package(monkeypatch):
     """Only the named package may be missing: what goes wrong inside a kernel module goes to the caller."""
-    selection = dispatch.select(
-        "store_kv", devices.facts(torch.device("cpu")), dispatch.Request(wanted="reference")
-    )
+    selection = dispatch.select("store_kv", devices.facts(torch.device("cpu")), dispatch.Request(wanted="reference"))
     monkeypatch.setitem(sys.modules, "portakv.kernels.reference", types.ModuleType("broken"))
     with pytest.raises(AttributeError, match="store_kv"):
         dispatch.load("store_kv", selection)

@@ -41,9 +41,7 @@ def test_a_probe_is_a_count_with_a_reason(built, count, expected, reason):
 
 def probes(monkeypatch, **counts):
     """Fake what the machine has; `choose` is pure beyond that."""
-    found = tuple(
-        Probe(kind, counts.get(kind.value, 0), f"why {kind.value}") for kind in list(DeviceKind)[:3]
-    )
+    found = tuple(Probe(kind, counts.get(kind.value, 0), f"why {kind.value}") for kind in list(DeviceKind)[:3])
     monkeypatch.setattr(devices, "probe", lambda: (*found, Probe(DeviceKind.CPU, 1, "x86_64")))
 
 
@@ -76,9 +74,7 @@ def test_an_explicit_request_raises_with_the_reason(monkeypatch, kind):
 @pytest.mark.parametrize("name", ["", "gpu", "CUDA", "cuda:0", "other", "rocm"])
 def test_a_name_that_is_no_kind(monkeypatch, name):
     probes(monkeypatch, cuda=1)
-    with pytest.raises(
-        ValueError, match=r"PORTAKV_DEVICE: expected one of \['cuda', 'hip', 'xpu', 'cpu'\], got"
-    ):
+    with pytest.raises(ValueError, match=r"PORTAKV_DEVICE: expected one of \['cuda', 'hip', 'xpu', 'cpu'\], got"):
         choose(name)
 
 

@@ -43,9 +43,7 @@ FLOATS = {
 }
 for _dtype, _fp8 in FP8_DIALECTS.items():
     _inf = 0x7C if _dtype is torch.float8_e5m2 else 0
-    FLOATS[_dtype] = Float(
-        _fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max)
-    )
+    FLOATS[_dtype] = Float(_fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max))
 
 
 @triton.jit

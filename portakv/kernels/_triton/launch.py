@@ -88,9 +88,7 @@ class Kernel:
         # Addresses instead of tensors: the launcher would look each one up in the driver.
         pointers = [t.data_ptr() for t in tensors]
         stream = self._stream(self._device)
-        self._run(
-            *grid, stream, self._function, self._metadata, *self._hooks, *pointers, *scalars, *self._tail
-        )
+        self._run(*grid, stream, self._function, self._metadata, *self._hooks, *pointers, *scalars, *self._tail)
 
 
 INTERPRETER_TILES = (Tile(1 << 20, 1 << 16, 256),)

@@ -19,7 +19,6 @@ import triton.language as tl
 from portakv.formats import VECTOR_BYTES, KVFormat
 from portakv.kernels._triton.floats import FLOATS
 
-
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
