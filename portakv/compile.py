@@ -10,14 +10,9 @@ import functools
 import importlib
 import os
 import re
-import struct
-import subprocess
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +21,7 @@ from portakv.device import DeviceKind
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Variant, list_variants
 from portakv.groups import plan_groups
+from portakv.inspection import read_code, slot_offsets
 from portakv.layers import LayerSpec, check_positive
 
 if TYPE_CHECKING:
@@ -83,7 +79,8 @@ def warmup(pool: HybridKVPool) -> None:
         for variant in list_variants([group.fmt]):
             kernel = kernels[variant.op]
             # A row that compiles is an op's `launch` with the device's Launcher as its first argument.
-            warm = getattr(kernel.args[0], "warm", None) if isinstance(kernel, functools.partial) else None
+            launcher = kernel.args[0] if isinstance(kernel, functools.partial) and kernel.args else None
+            warm = getattr(launcher, "warm", None)
             if warm is not None:
                 warm(variant, pool.device)
 
@@ -170,8 +167,8 @@ class Report:
     """What a compiler made of one variant; it is ok if there are no `problems`.
 
     Of one lane: `registers` (vector registers on AMD), `spills` of them, and `local_bytes` of local or scratch memory;
-    None where the target's code does not say. `slot_offsets` counts the pointer offsets that derive from a slot,
-    all of them 64-bit; `vectors` says whether all rows move in accesses of 16 bytes, None where they need not.
+    None where the target's code does not say. `slot_offsets` counts the pointer offsets that derive from a slot;
+    `vectors` says whether all rows move in accesses of 16 bytes, None where they need not.
     """
 
     op: str
@@ -208,15 +205,15 @@ def compile_all(
     if processes is None:
         processes = min(len(os.sched_getaffinity(0)), 1 + len(jobs) // 16)
     reports = []
-    for report in _map(compile_variant, jobs, processes):
+    for report in _compile_jobs(jobs, processes):
         reports.append(report)
         on_report()
     return reports
 
 
-def _map(function: Callable[..., Report], jobs: Sequence[tuple[Variant, Target]], processes: int) -> Iterator[Report]:
+def _compile_jobs(jobs: Sequence[tuple[Variant, Target]], processes: int) -> Iterator[Report]:
     if processes <= 1:
-        yield from (function(*job) for job in jobs)
+        yield from (compile_variant(*job) for job in jobs)
         return
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -225,7 +222,7 @@ def _map(function: Callable[..., Report], jobs: Sequence[tuple[Variant, Target]]
     # Not by fork: torch's threads and the command's progress bar hold locks.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         try:
-            yield from pool.map(function, *zip(*jobs, strict=True), chunksize=4)
+            yield from pool.map(compile_variant, *zip(*jobs, strict=True), chunksize=4)
         except BrokenProcessPool as e:
             raise PortaKVError(f"a compiling process died, of memory or of a fault in the compiler ({e})") from e
 
@@ -237,7 +234,7 @@ def compile_variant(variant: Variant, target: Target) -> Report:
     names = (variant.op, variant_name(variant), target.name)
     try:
         compiled = launcher.compile(variant, target.triton())
-        code = _READERS[target.kind](compiled)
+        code = read_code(target.kind, compiled)
     except Exception as e:
         return Report(*names, (f"{type(e).__name__}: {' '.join(str(e).split())}",), seconds=time.perf_counter() - start)
     count, problems = slot_offsets(compiled.asm["ttir"], launcher.source(variant, target.lanes).fn.arg_names)
@@ -259,154 +256,6 @@ def needs_vectors(variant: Variant) -> bool:
     if fmt is None or variant.dtype != fmt.dtype or variant.alignment < VECTOR_BYTES:
         return False
     return min(fmt.k_row_bytes, fmt.v_row_bytes) >= 256
-
-
-SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots"))
-"""The kernels' arguments that point at slots."""
-
-
-def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """How many pointer offsets derive from a slot, and those that are, or on their way were, narrower than 64 bits.
-
-    `arguments` are the kernel's, in order. Types are read before the GPU's code is made, where a correct kernel may
-    split an address into a 64-bit base and a narrow offset.
-    """
-    pointers: set[str] = set()  # to slots
-    slots: set[str] = set()  # what derives from a slot, and so may be part of an offset
-    narrow: set[str] = set()  # of those, what was computed in less than 64 bits
-    branches: list[str] = []
-    count, problems = 0, []
-    for line in ttir.splitlines():
-        if "tt.func" in line:
-            # Constexprs, which come last, are no parameters.
-            parameters = zip(re.findall(r"(%\w+): ", line), arguments, strict=False)
-            pointers = {parameter for parameter, name in parameters if name in SLOT_ARGUMENTS}
-            continue
-        line = line.split(" loc(")[0].strip()
-        assigned = re.match(r"(%\w+)(?::\d+)? = (.*)", line)
-        result, body = assigned.groups() if assigned else ("", line)
-        operands = re.findall(r"%\w+", body)
-        if "scf.if" in body:
-            branches.append(result)
-        elif "scf.yield" in body and branches:
-            result = branches[-1]
-        elif line == "}" and branches:
-            branches.pop()
-        if body.startswith("tt.addptr"):
-            if operands[1] in slots:
-                count += 1
-                if operands[1] in narrow or not re.search(r"i64>?$", line):
-                    problems.append(f"an offset that derives from a slot is not 64-bit: {line}")
-            if pointers & set(operands):
-                pointers.add(result)
-        elif body.startswith("tt.load"):
-            if operands[0] in pointers:
-                slots.add(result)
-        elif pointers & set(operands):
-            pointers.add(result)
-        elif slots & set(operands):
-            slots.add(result)
-            arithmetic = re.match(r"arith\.(trunc|add|sub|mul|div|rem|sh)", body)
-            if narrow & set(operands) or (arithmetic and not re.search(r"i64>?$", line)):
-                narrow.add(result)
-    return count, problems
-
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """A compiled kernel as its target's own code: accesses to global memory are counted by the bytes of one lane."""
-
-    registers: int | None
-    spills: int | None
-    local_bytes: int | None
-    loads: Counter[int]
-    stores: Counter[int]
-    problems: tuple[str, ...] = ()
-
-    @property
-    def moves_vectors(self) -> bool:
-        # Loads of slots are narrower, but rows are loaded as many times as they are stored.
-        return set(self.stores) == {VECTOR_BYTES} and self.loads[VECTOR_BYTES] == self.stores[VECTOR_BYTES]
-
-
-def _read_cuda(compiled: Any) -> _Code:
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.check_output([str(cuobjdump), "-res-usage", cubin.name], text=True)
-    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    ptx = compiled.asm["ptx"]
-    accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
-    loads, stores = (
-        Counter(int(n or 1) * int(bits) // 8 for op, n, bits in accesses if op == want) for want in ("ld", "st")
-    )
-    inexact = sorted(set(re.findall(r"\b(?:div|fma)\.\S*f32|\b\w+\S*\.ftz\S*", ptx)))
-    problems = (f"float arithmetic that is not IEEE's, step by step: {inexact}",) if inexact else ()
-    local = found["STACK"] + found["LOCAL"]
-    return _Code(found["REG"], local // 4, local, loads, stores, problems)
-
-
-def _read_hip(compiled: Any) -> _Code:
-    isa = compiled.asm["amdgcn"]
-    found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", isa, re.MULTILINE)}
-    lanes = compiled.metadata.warp_size
-    problems = () if found["wavefront_size"] == lanes else (f"waves of {found['wavefront_size']} lanes, not {lanes}",)
-    accesses = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+)", isa)
-    loads, stores = (Counter(_amd_bytes(width) for op, width in accesses if op == want) for want in ("load", "store"))
-    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
-    return _Code(found["vgpr_count"], spills, found["private_segment_fixed_size"], loads, stores, problems)
-
-
-def _amd_bytes(width: str) -> int:
-    """Of an access named "dwordx4", "short_d16_hi" or "ubyte" (CDNA), "b128" or "d16_u8" (RDNA)."""
-    if dwords := re.match(r"dword(?:x(\d))?", width):
-        return 4 * int(dwords[1] or 1)
-    if bits := re.search(r"(?<!d)[biu](\d+)$", width):
-        return int(bits[1]) // 8
-    return 1 if "byte" in width else 2
-
-
-def _read_xpu(compiled: Any) -> _Code:
-    loads, stores = _spirv_accesses(compiled.asm["spv"])
-    return _Code(None, None, None, loads, stores)
-
-
-def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:
-    """Loads and stores of global memory in a SPIR-V module, by bytes.
-
-    Opcodes and operands are those of the SPIR-V specification, section 3 ("Binary Form").
-    """
-    words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
-    type_bytes: dict[int, int] = {}
-    pointees: dict[int, int] = {}  # type of a pointer to global memory -> bytes of what it points at
-    pointers: dict[int, int] = {}  # such a pointer -> the same
-    loads: Counter[int] = Counter()
-    stores: Counter[int] = Counter()
-    at = 5
-    while at < len(words):
-        opcode, length = words[at] & 0xFFFF, words[at] >> 16
-        operands = words[at + 1 : at + length]
-        at += length
-        match opcode:
-            case 21 | 22:  # OpTypeInt, OpTypeFloat
-                type_bytes[operands[0]] = operands[1] // 8
-            case 23:  # OpTypeVector
-                type_bytes[operands[0]] = type_bytes[operands[1]] * operands[2]
-            case 32 if operands[1] == 5:  # OpTypePointer to CrossWorkgroup
-                pointees[operands[0]] = type_bytes.get(operands[2], 0)
-            case 61 if operands[2] in pointers:  # OpLoad
-                loads[type_bytes[operands[0]]] += 1
-            case 62 if operands[0] in pointers:  # OpStore
-                stores[pointers[operands[0]]] += 1
-            case _ if len(operands) > 1 and operands[0] in pointees:
-                pointers[operands[1]] = pointees[operands[0]]
-    return loads, stores
-
-
-_READERS = {DeviceKind.CUDA: _read_cuda, DeviceKind.HIP: _read_hip, DeviceKind.XPU: _read_xpu}
 
 
 COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "offsets", "by 16 B")

@@ -29,6 +29,7 @@ class Row:
     A function is named after its op on every device. `package` is a key of `DeviceFacts.packages` with its oldest
     version that serves, `backend` a compiler backend inside it. Of the caches, `layouts` and `dtypes` are those it can
     store (None: every dtype), `equal_dims` asks for one head dim of K and V, `max_elements` bounds K or V of a layer.
+    A row that `checks` refuses bad arguments by itself, before it writes, so the pool need not look at them twice.
     """
 
     name: str
@@ -103,6 +104,11 @@ def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selecti
     if chosen is None:
         raise NoKernel(op, f"{found.kind.value} {found.arch}".strip(), [(r.name, why) for r, why in rejected])
     return Selection(chosen, tuple(rejected), automatic=request.wanted is None)
+
+
+def serves(op: str, row: str, found: DeviceFacts, fmt: KVFormat | None) -> bool:
+    """Whether the row of that name would serve `fmt`."""
+    return any(r.name == row and not _why_not(r, found, Request(fmt)) for r in TABLE[op][found.kind])
 
 
 def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:

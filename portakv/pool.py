@@ -65,7 +65,11 @@ class HybridKVPool:
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
         common = dispatch.select_all(found, kernels, strict)
-        chosen = {fmt: dispatch.select_all(found, kernels, strict, fmt) for _, fmt in groups}
+        rows = {
+            "full": size // page_size * page_size + page_size,
+            "swa": (swa_size or 0) // page_size * page_size + page_size,
+        }
+        chosen = {key: dispatch.select_all(found, kernels, strict, key[1], rows[key[0]]) for key in groups}
         self.kernels = {op: selection.row.name for op, selection in common.items()}
 
         self._owns_slots = slots_of is None
@@ -87,10 +91,8 @@ class HybridKVPool:
         self._translate_loc, self._cast_loc, self._patch_map = (
             dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")
         )
-        rows = {"full": self.size + page_size, "swa": (self.swa_size or 0) + page_size}
         self.groups = tuple(
-            allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key[1]])
-            for key, ids in groups.items()
+            allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
         )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
         self._readable = self._layers | {
@@ -360,6 +362,9 @@ class HybridKVPool:
             return slots
         if not devices.shares_host_memory(slots.device):
             raise ValueError(f"loc: expected a tensor on the host or on {self.device}, got {slots.device}")
+        if devices.is_capturing(self.device):
+            # A replay would read the host's buffer again, whatever it holds by then.
+            raise ValueError(f"loc: expected slots on {self.device} while a graph is captured, got {slots.device}")
         return devices.upload(slots, self.device)
 
     def _read(self, layer_id: int) -> Layer:

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from portakv import compile as compilation
-from portakv.compile import Target, compile_variant, needs_vectors, slot_offsets
+from portakv import inspection
+from portakv.compile import Target, compile_variant, needs_vectors
 from portakv.errors import NoKernel
 from portakv.formats import FAULT_KINDS, KVFormat, Variant, list_variants
+from portakv.inspection import slot_offsets
 from portakv.kernels import cuda, hip
 from portakv.kernels._triton import launch
 from portakv.kernels._triton.rows import Tile
@@ -93,13 +94,13 @@ def test_narrow_accesses_are_objected_to(name: str, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_amd_access_widths(width: str, expected: int) -> None:
-    assert compilation._amd_bytes(width) == expected
+    assert inspection._amd_bytes(width) == expected
 
 
 def test_fused_arithmetic_is_objected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SimpleNamespace(asm={"ptx": "fma.rn.f32 %r1, %r2;\nmul.ftz.f32 %r3;", "cubin": b""})
     monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: "REG:8 STACK:0 SHARED:0 LOCAL:0")
-    (problem,) = compilation._read_cuda(compiled).problems
+    (problem,) = inspection._read_cuda(compiled).problems
     assert "fma.rn.f32" in problem
     assert "mul.ftz.f32" in problem
 
@@ -122,7 +123,7 @@ def test_spirv_accesses() -> None:
     words = [0x07230203, 0x10400, 0, 12, 0]
     for opcode, *operands in instructions:
         words += [(len(operands) + 1) << 16 | opcode, *operands]
-    loads, stores = compilation._spirv_accesses(struct.pack(f"<{len(words)}I", *words))
+    loads, stores = inspection._spirv_accesses(struct.pack(f"<{len(words)}I", *words))
     assert loads == {16: 1}
     assert stores == {4: 1}
 

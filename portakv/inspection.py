@@ -1,0 +1,168 @@
+"""What the code of a compiled Triton kernel shows: address widths, registers, spills, and the width of its accesses."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from portakv.device import DeviceKind
+from portakv.formats import VECTOR_BYTES
+
+SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots"))
+"""The kernels' arguments that point at slots."""
+
+
+def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """How many pointer offsets derive from a slot, and those that are, or on their way were, narrower than 64 bits.
+
+    `arguments` are the kernel's, in order. Types are read before the GPU's code is made, where a correct kernel may
+    split an address into a 64-bit base and a narrow offset.
+    """
+    pointers: set[str] = set()  # to slots
+    slots: set[str] = set()  # what derives from a slot, and so may be part of an offset
+    narrow: set[str] = set()  # of those, what was computed in less than 64 bits
+    branches: list[str] = []
+    count, problems = 0, []
+    for line in ttir.splitlines():
+        if "tt.func" in line:
+            # Constexprs, which come last, are no parameters.
+            parameters = zip(re.findall(r"(%\w+): ", line), arguments, strict=False)
+            pointers = {parameter for parameter, name in parameters if name in SLOT_ARGUMENTS}
+            continue
+        line = line.split(" loc(")[0].strip()
+        assigned = re.match(r"(%\w+)(?::\d+)? = (.*)", line)
+        result, body = assigned.groups() if assigned else ("", line)
+        operands = re.findall(r"%\w+", body)
+        if "scf.if" in body:
+            branches.append(result)
+        elif "scf.yield" in body and branches:
+            result = branches[-1]
+        elif line == "}" and branches:
+            branches.pop()
+        if body.startswith("tt.addptr"):
+            if operands[1] in slots:
+                count += 1
+                if operands[1] in narrow or not re.search(r"i64>?$", line):
+                    problems.append(f"an offset that derives from a slot is not 64-bit: {line}")
+            if pointers & set(operands):
+                pointers.add(result)
+        elif body.startswith("tt.load"):
+            if operands[0] in pointers:
+                slots.add(result)
+        elif pointers & set(operands):
+            pointers.add(result)
+        elif slots & set(operands):
+            slots.add(result)
+            arithmetic = re.match(r"arith\.(trunc|add|sub|mul|div|rem|sh)", body)
+            if narrow & set(operands) or (arithmetic and not re.search(r"i64>?$", line)):
+                narrow.add(result)
+    return count, problems
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A compiled kernel as its target's own code: accesses to global memory are counted by the bytes of one lane."""
+
+    registers: int | None
+    spills: int | None
+    local_bytes: int | None
+    loads: Counter[int]
+    stores: Counter[int]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def moves_vectors(self) -> bool:
+        # Loads of slots are narrower, but rows are loaded as many times as they are stored.
+        return set(self.stores) == {VECTOR_BYTES} and self.loads[VECTOR_BYTES] == self.stores[VECTOR_BYTES]
+
+
+def _read_cuda(compiled: Any) -> Code:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.check_output([str(cuobjdump), "-res-usage", cubin.name], text=True)
+    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = compiled.asm["ptx"]
+    accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    loads, stores = (
+        Counter(int(n or 1) * int(bits) // 8 for op, n, bits in accesses if op == want) for want in ("ld", "st")
+    )
+    inexact = sorted(set(re.findall(r"\b(?:div|fma)\.\S*f32|\b\w+\S*\.ftz\S*", ptx)))
+    problems = (f"float arithmetic that is not IEEE's, step by step: {inexact}",) if inexact else ()
+    local = found["STACK"] + found["LOCAL"]
+    return Code(found["REG"], local // 4, local, loads, stores, problems)
+
+
+def _read_hip(compiled: Any) -> Code:
+    isa = compiled.asm["amdgcn"]
+    found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", isa, re.MULTILINE)}
+    lanes = compiled.metadata.warp_size
+    problems = () if found["wavefront_size"] == lanes else (f"waves of {found['wavefront_size']} lanes, not {lanes}",)
+    accesses = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+)", isa)
+    loads, stores = (Counter(_amd_bytes(width) for op, width in accesses if op == want) for want in ("load", "store"))
+    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    return Code(found["vgpr_count"], spills, found["private_segment_fixed_size"], loads, stores, problems)
+
+
+def _amd_bytes(width: str) -> int:
+    """Of an access named "dwordx4", "short_d16_hi" or "ubyte" (CDNA), "b128" or "d16_u8" (RDNA)."""
+    if dwords := re.match(r"dword(?:x(\d))?", width):
+        return 4 * int(dwords[1] or 1)
+    if bits := re.search(r"(?<!d)[biu](\d+)$", width):
+        return int(bits[1]) // 8
+    return 1 if "byte" in width else 2
+
+
+def _read_xpu(compiled: Any) -> Code:
+    loads, stores = _spirv_accesses(compiled.asm["spv"])
+    return Code(None, None, None, loads, stores)
+
+
+def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:
+    """Loads and stores of global memory in a SPIR-V module, by bytes.
+
+    Opcodes and operands are those of the SPIR-V specification, section 3 ("Binary Form").
+    """
+    words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
+    type_bytes: dict[int, int] = {}
+    pointees: dict[int, int] = {}  # type of a pointer to global memory -> bytes of what it points at
+    pointers: dict[int, int] = {}  # such a pointer -> the same
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    at = 5
+    while at < len(words):
+        opcode, length = words[at] & 0xFFFF, words[at] >> 16
+        operands = words[at + 1 : at + length]
+        at += length
+        match opcode:
+            case 21 | 22:  # OpTypeInt, OpTypeFloat
+                type_bytes[operands[0]] = operands[1] // 8
+            case 23:  # OpTypeVector
+                type_bytes[operands[0]] = type_bytes[operands[1]] * operands[2]
+            case 32 if operands[1] == 5:  # OpTypePointer to CrossWorkgroup
+                pointees[operands[0]] = type_bytes.get(operands[2], 0)
+            case 61 if operands[2] in pointers:  # OpLoad
+                loads[type_bytes[operands[0]]] += 1
+            case 62 if operands[0] in pointers:  # OpStore
+                stores[pointers[operands[0]]] += 1
+            case _ if len(operands) > 1 and operands[0] in pointees:
+                pointers[operands[1]] = pointees[operands[0]]
+    return loads, stores
+
+
+_READERS = {DeviceKind.CUDA: _read_cuda, DeviceKind.HIP: _read_hip, DeviceKind.XPU: _read_xpu}
+
+
+def read_code(kind: DeviceKind, compiled: Any) -> Code:
+    """What Triton's compiled kernel for a device of `kind` asks of it."""
+    return _READERS[kind](compiled)
