@@ -16,10 +16,9 @@ from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, prob
 from portakv.errors import NoKernel
 from portakv.formats import FLOAT_DTYPES, KVFormat, Layout
 
-_log = logging.getLogger("portakv")
-
 CUDA, HIP, XPU, CPU, OTHER = DeviceKind
-OURS, TORCH = "portakv", "portakv, in torch ops"
+ON_GPU = "interpreted, compiled and inspected; not yet run on a GPU"
+ON_XPU = "interpreted, its SPIR-V executed on a CPU; not yet run on a GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Row:
     version that serves, `backend` a compiler backend inside it. Of the caches, `layouts` and `dtypes` are those it can
     store (None: every dtype), `equal_dims` asks for one head dim of K and V, `max_elements` bounds K or V of a layer.
     A row that `checks` refuses bad arguments by itself, before it writes, so the pool need not look at them twice.
+    `proof` is what was done to show that its bytes are right.
     """
 
     name: str
@@ -42,16 +42,18 @@ class Row:
     dtypes: tuple[torch.dtype, ...] | None = None
     equal_dims: bool = False
     max_elements: int | None = None
+    proof: str = "executed"
 
 
-REFERENCE = Row("reference", "reference:{op}", TORCH)
-NATIVE = Row("native", "cpu_amx:{op}", OURS, "native", checks=True)
-TRITON_CUDA = Row("triton", "cuda:{op}", OURS, "triton>=3.3", "nvidia")
-TRITON_HIP = Row("triton", "hip:{op}", OURS, "triton>=3.3", "amd")
-TRITON_XPU = Row("triton", "xpu:{op}", OURS, "triton>=3.3", "intel")
+REFERENCE = Row("reference", "reference:{op}", "portakv, in torch ops")
+NATIVE = Row("native", "cpu_amx:{op}", "portakv, C++", "native", checks=True)
+TRITON_CUDA = Row("triton", "cuda:{op}", "portakv, Triton", "triton>=3.3", "nvidia", proof=ON_GPU)
+TRITON_HIP = Row("triton", "hip:{op}", "portakv, Triton", "triton>=3.3", "amd", proof=ON_GPU)
+TRITON_XPU = Row("triton", "xpu:{op}", "portakv, Triton", "triton>=3.3", "intel", proof=ON_XPU)
 # Its kernel has one stride and one head dim for K and V, and 32-bit offsets; what it converts is rounded otherwise.
-IPEX = Row("ipex", "ipex:{op}", "IPEX", "ipex>=2.8", dtypes=FLOAT_DTYPES, equal_dims=True, max_elements=2**31 - 1)
-
+IPEX = Row(
+    "ipex", "ipex:{op}", "IPEX", "ipex>=2.8", None, (Layout.ROWS,), False, FLOAT_DTYPES, True, 2**31 - 1, "never run"
+)
 EVERYWHERE: dict[DeviceKind, tuple[Row, ...]] = {
     CUDA: (TRITON_CUDA, REFERENCE),
     HIP: (TRITON_HIP, REFERENCE),
@@ -104,11 +106,6 @@ def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selecti
     if chosen is None:
         raise NoKernel(op, f"{found.kind.value} {found.arch}".strip(), [(r.name, why) for r, why in rejected])
     return Selection(chosen, tuple(rejected), automatic=request.wanted is None)
-
-
-def serves(op: str, row: str, found: DeviceFacts, fmt: KVFormat | None) -> bool:
-    """Whether the row of that name would serve `fmt`."""
-    return any(r.name == row and not _why_not(r, found, Request(fmt)) for r in TABLE[op][found.kind])
 
 
 def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
@@ -188,7 +185,7 @@ def load(op: str, selection: Selection) -> Callable[..., None]:
 
 @functools.cache
 def _warn_reference(op: str, reasons: str) -> None:
-    _log.warning("%s runs on the reference kernel (%s)", op, reasons)
+    logging.getLogger("portakv").warning("%s runs on the reference kernel (%s)", op, reasons)
 
 
 def explain(device: torch.device | str | DeviceKind | None = None) -> str:
@@ -197,6 +194,6 @@ def explain(device: torch.device | str | DeviceKind | None = None) -> str:
     lines = [f"{DEVICE.value} was chosen at import", *(f"  {p.kind.value}: {p.reason}" for p in probe())]
     lines.append(f"kernels on {found.kind.value} {found.arch} {found.name} {sorted(found.features)}")
     for op, selection in select_all(found).items():
-        lines.append(f"  {op}: {selection.row.name} ({selection.row.origin})")
+        lines.append(f"  {op}: {selection.row.name} ({selection.row.origin}; {selection.row.proof})")
         lines += [f"    not {row.name}: {why}" for row, why in selection.rejected]
     return "\n".join(lines)

@@ -90,7 +90,7 @@ def test_every_row_names_a_function() -> None:
         for rows in columns.values():
             assert rows[-1].name == "reference"
             assert len({row.name for row in rows}) == len(rows)
-            assert all(row.target.count(":") == 1 and row.origin for row in rows)
+            assert all(row.target.count(":") == 1 and row.origin and row.proof for row in rows)
 
 
 def test_parse_kernels() -> None:
@@ -131,5 +131,5 @@ def test_explain_names_every_probe_and_row() -> None:
     for kind in ("cuda", "hip", "xpu", "cpu"):
         assert f"  {kind}: " in text
     for op in TABLE:
-        assert f"{op}: native (portakv)" in text
+        assert f"{op}: native (portakv, C++; executed)" in text
     assert text.count("not reference: native comes first") == len(TABLE)

@@ -65,7 +65,7 @@ def test_every_bit_pattern(kept: torch.dtype) -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(256, 1, 256)
     for dtype in (torch.bfloat16, torch.float16):
         k = patterns.view(dtype)
-        got, want = ([*(t[0] for t in _caches(fmt, 1, 257, CPU)), *_outs(dtype)] for _ in range(2))
+        got, want = ([*(t[0] for t in _caches(fmt, 1, 257)), *_outs(dtype)] for _ in range(2))
         for module, (k_cache, v_cache, k_out, v_out) in ((kernels, got), (reference, want)):
             faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
             module.store_kv(k, k.flip(0), k_cache, v_cache, slots, scale, scale * 3, faults, fmt)
@@ -138,7 +138,7 @@ def test_moves_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tokens_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.LAUNCHER, "find", lambda *_: pytest.fail("looked for a kernel"))
     fmt, ones = KVFormat(1, 8, 8, torch.float32), torch.ones(1)
-    k, v = _caches(fmt, 1, 2, CPU)
+    k, v = _caches(fmt, 1, 2)
     none, faults = torch.zeros(0, dtype=torch.int64), torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
     rows = torch.empty(0, 1, 8)
     kernels.store_kv(rows, rows, k[0], v[0], none, ones, ones, faults, fmt)
@@ -152,7 +152,7 @@ def test_no_tokens_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 def test_one_kernel_is_for_one_dtype_and_one_paging() -> None:
     fmt, ones = KVFormat(1, 8, 8, torch.float32), torch.ones(1)
-    k, v = (t[0] for t in _caches(fmt, 1, 4, CPU))
+    k, v = (t[0] for t in _caches(fmt, 1, 4))
     row, loc = torch.ones(1, 1, 8), torch.tensor([1])
     faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
     with pytest.raises(TypeError, match=r"v: expected the dtype of K, torch.float32, got torch.bfloat16"):
@@ -180,7 +180,7 @@ def test_asks_only_for_listed_variants() -> None:
                 torch.zeros(tokens, fmt.num_kv_heads, start + dim + pad, dtype=dtype)[..., start : start + dim]
                 for dim in (fmt.head_dim, fmt.v_head_dim)
             )
-            caches = [t[0] for t in _caches(fmt, 1, 16, CPU)]
+            caches = [t[0] for t in _caches(fmt, 1, 16)]
             loc = torch.zeros(tokens, dtype=(torch.int32, torch.int64)[i // 3 % 2])
             ones, faults = torch.ones(fmt.num_kv_heads), torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
             kernels.store_kv(k, v, *caches, loc, ones, ones, faults, fmt)

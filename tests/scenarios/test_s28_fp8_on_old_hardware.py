@@ -28,7 +28,7 @@ OLD = [
 def test_integer_arithmetic_needs_no_capability(op, dtype, found):
     selection = select(op, found, Request(KVFormat(8, 128, 128, dtype)))
     assert selection.row.name == "triton"
-    assert [(row.name, why) for row, why in selection.rejected] == [("reference", "triton comes first")]
+    assert {row.name: why for row, why in selection.rejected}["reference"] == "triton comes first"
 
 
 @pytest.mark.parametrize("found", OLD, ids=lambda found: found.arch)
@@ -36,7 +36,10 @@ def test_without_the_compiler_the_reason_is_told_at_construction(found):
     bare = DeviceFacts(found.kind, found.arch, found.name)
     selection = select("store_kv", bare, Request(KVFormat(8, 128, 128, torch.float8_e4m3fn)))
     assert selection.row.name == "reference"
-    assert [(row.name, why) for row, why in selection.rejected] == [("triton", "triton: not installed")]
+    rejected = {row.name: why for row, why in selection.rejected}
+    assert rejected.pop("triton") == "triton: not installed"
+    assert set(rejected) <= {"ipex"}  # the one row that needs more than integers: it is refused by dtype
+    assert all("float8_e4m3fn" in why for why in rejected.values())
     with pytest.raises(NoKernel, match=rf"no kernel for store_kv on .*{found.arch}:\n  triton: triton: not installed"):
         select("store_kv", bare, Request(wanted="triton"))
 
