@@ -1,5 +1,6 @@
 """portakv: one KV-cache pool for hybrid models, with the same bytes on every device."""
 
+from portakv.compile import warmup
 from portakv.device import DEVICE, DeviceKind
 from portakv.dispatch import explain
 from portakv.errors import (
@@ -35,4 +36,5 @@ __all__ = [
     "StaleWriteLoc",
     "explain",
     "layers_from_config",
+    "warmup",
 ]

@@ -350,7 +350,7 @@ def test_scales(device: torch.device) -> None:
     got_k, got_v = pool.gather_kv(0, loc, dtype=torch.float32)
     assert torch.equal(k, kept[0])
     assert torch.equal(v, kept[1])
-    raw_k, raw_v = (x[loc.loc].float() for x in pool.get_kv_buffer(0))
+    raw_k, raw_v = (x.view(torch.uint8)[loc.loc].view(x.dtype).float() for x in pool.get_kv_buffer(0))
     assert torch.equal(got_k, raw_k * torch.tensor([0.5, 4.0], device=device)[:, None])
     assert torch.equal(got_v, raw_v * 2)
     torch.testing.assert_close(got_k, k, rtol=0.07, atol=0.02)

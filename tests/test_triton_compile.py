@@ -262,3 +262,25 @@ def test_launch_arguments(current: int, monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert all(named[name] is None for name in source.constants)
     assert guarded == ([] if current == 0 else [0])
+
+
+def test_another_triton_is_launched_the_ordinary_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled kernel without the fast protocol gets the tensors themselves, by `compiled[grid](...)`."""
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *args: launched.append((grid, args))
+
+    active = SimpleNamespace(get_current_target=lambda: None, get_current_stream=lambda i: f"stream {i}")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "compile_source", lambda *_: Compiled())
+    device_module = SimpleNamespace(device=lambda _: contextlib.nullcontext(), current_device=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device_module)
+    source = cuda.LAUNCHER.source(Variant("patch_map"), 32)
+    tensors = [torch.zeros(1, dtype=torch.int64) for _ in source.tensors]
+    launch.Kernel(source, torch.device("cuda", 0))((1, 1, 1), tensors, (7, 8))
+    ((grid, args),) = launched
+    assert grid == (1, 1, 1)
+    assert all(a is b for a, b in zip(args, tensors, strict=False))
+    assert args[len(tensors) :] == (7, 8, *[None] * len(source.constants))

@@ -70,8 +70,10 @@ class Kernel:
         self._device, self._guard, self._current = device.index, module.device, module.current_device
         with self._guard(self._device):
             compiled = compile_source(source, driver.active.get_current_target())
-            self._run = compiled.run  # loads the binary, so it comes before `function`
-        self._function, self._metadata = compiled.function, compiled.packed_metadata
+            self._compiled = compiled
+            # Loads the binary, so it comes before `function`. What Triton 3.3 to 3.9 have; elsewhere the ordinary way.
+            self._run = getattr(compiled, "run", None) if hasattr(compiled, "packed_metadata") else None
+        self._function, self._metadata = (getattr(compiled, x, None) for x in ("function", "packed_metadata"))
         self._stream = driver.active.get_current_stream
         self._hooks = (None, None, None)  # launch metadata, and what a profiler runs before and after
         self._tail = (None,) * len(source.constants)  # the launcher takes a place for every constexpr
@@ -85,6 +87,9 @@ class Kernel:
             self._launch(grid, tensors, scalars)
 
     def _launch(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        if self._run is None:
+            self._compiled[grid](*tensors, *scalars, *self._tail)
+            return
         # Addresses instead of tensors: the launcher would look each one up in the driver.
         pointers = [t.data_ptr() for t in tensors]
         stream = self._stream(self._device)
