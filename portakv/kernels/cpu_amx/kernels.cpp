@@ -30,21 +30,28 @@ struct Plan {
     int64_t src_step;
     int64_t dst_step;
     int64_t row_bytes;  // on the side that slots point into
+    int64_t fetch_bytes;  // of a source row that is worth asking for ahead
 };
 
+// Sources of more come from memory, and a conversion keeps too few loads under way by itself (16384 tokens: 1.18
+// instead of 1.30 times the time of the copying store); for less it only costs instructions.
+constexpr int64_t kFetchBytes = 16 << 20;
+
 template <Way W>
-Plan plan(const Half& half) {
+Plan plan(const Half& half, int64_t tokens) {
     const Rows &src = half.src, &dst = half.dst;
     int64_t src_run = half.dim * item_bytes(src.dtype), dst_run = half.dim * item_bytes(dst.dtype);
     bool src_dense = half.heads == 1 || src.head_stride == src_run;
     bool dst_dense = half.heads == 1 || dst.head_stride == dst_run;
     bool one_scale = true;
     for (int64_t h = 1; half.scale && h < half.heads; ++h) one_scale &= half.scale[h * half.scale_stride] == *half.scale;
-    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0};
+    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0, 0};
     p.row_bytes = half.heads * (W == Way::store ? dst_run : src_run);
     if (src.dtype != dst.dtype) {
         p.run = converter(src.dtype, dst.dtype);
         p.n = half.dim;
+        int64_t row = half.heads * src_run;
+        if (W == Way::store && src_dense && tokens * row > kFetchBytes) p.fetch_bytes = row;
     }
     if (src_dense && dst_dense && one_scale) {
         p.n *= half.heads;
@@ -78,6 +85,11 @@ inline void touch(const Plan& p, int64_t slot) {
     for (int64_t o = 0; o < p.row_bytes; o += 4096) __builtin_prefetch(row + o);
 }
 
+// Ask for a whole row.
+inline void fetch(const char* row, int64_t bytes) {
+    for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
+}
+
 // What one thread does: tokens [begin, end) whose slot belongs to `part` of `parts`, of halves [first, last).
 struct Share {
     int64_t begin;
@@ -104,7 +116,7 @@ void do_share(const RowJob& job, const Share& s) {
     struct {
         int64_t token, slot;
     } picks[kBatch];
-    const Plan plans[2] = {plan<W>(job.half[0]), plan<W>(job.half[1])};
+    const Plan plans[2] = {plan<W>(job.half[0], job.loc.size), plan<W>(job.half[1], job.loc.size)};
     int64_t over = 0;
     for (int64_t t = s.begin; t < s.end;) {
         int n = 0;
@@ -120,6 +132,7 @@ void do_share(const RowJob& job, const Share& s) {
             for (int h = s.first; h < s.last; ++h) {
                 const Plan& p = plans[h];
                 if (i + kAhead < n) touch<W>(p, picks[i + kAhead].slot);
+                if (p.fetch_bytes && i + 2 < n) fetch(row_at(p.half->src, picks[i + 2].token), p.fetch_bytes);
                 int64_t from = W == Way::store ? picks[i].token : picks[i].slot;
                 int64_t to = W == Way::store ? picks[i].slot : picks[i].token;
                 do_row(p, row_at(p.half->src, from), row_at(p.half->dst, to), W == Way::store);
