@@ -10,7 +10,6 @@ import nox
 nox.options.sessions = ["tests", "lint", "types", "hygiene"]
 
 CONSTRAINTS = ("-c", "constraints.txt")
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 @nox.session
@@ -24,13 +23,12 @@ def tests(session: nox.Session) -> None:
 def tests_torch28(session: nox.Session) -> None:
     """The suite on the oldest torch that serves.
 
-    From the index of CPU builds: PyPI's torch 2.8.0 brings several GB of CUDA libraries on x86-64 Linux.
+    PyPI's brings several GB of CUDA libraries on x86-64 Linux; PIP_EXTRA_INDEX_URL may name PyTorch's CPU builds.
     """
     pins = Path("constraints.txt").read_text().splitlines()
     pins = [line if not line.startswith("torch==") else "torch==2.8.0" for line in pins]
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    session.install("-c", str(constraints), "torch", "--index-url", CPU_WHEELS)
     session.install("-c", str(constraints), ".[test,triton]")
     session.run("pytest", *session.posargs, env={"CI": "true"})
 
@@ -75,8 +73,11 @@ def compile_matrix_xpu(session: nox.Session) -> None:
 
 @nox.session
 def xpu(session: nox.Session) -> None:
-    """Every XPU kernel variant, executed on Intel's OpenCL runtime for CPUs."""
-    session.install("-r", "scripts/xpu_requirements.txt", env={"PIP_EXTRA_INDEX_URL": CPU_WHEELS})
+    """Every XPU kernel variant, executed on Intel's OpenCL runtime for CPUs.
+
+    PIP_EXTRA_INDEX_URL must name PyTorch's index of CPU builds, unless pip finds a CPU build of torch anyway.
+    """
+    session.install("-r", "scripts/xpu_requirements.txt")
     session.run("python", "scripts/xpu_execute.py", *session.posargs, env={"PYTHONPATH": "."})
 
 
@@ -86,3 +87,9 @@ def _compile(session: nox.Session, name: str, env: dict[str, str], *options: str
     artefact.parent.mkdir(exist_ok=True)
     with artefact.open("w") as out, TemporaryDirectory() as cache:
         session.run("portakv", "compile", "--json", *options, env=env | {"TRITON_CACHE_DIR": cache}, stdout=out)
+
+
+@nox.session(venv_backend="none")
+def arm(session: nox.Session) -> None:
+    """The generic CPU kernels on an emulated Arm. Needs Debian's g++-aarch64-linux-gnu and qemu-user."""
+    session.run("bash", "scripts/arm/check.sh", external=True)
