@@ -1,8 +1,7 @@
 """The Triton kernels on CPU tensors, bit for bit against the reference.
 
 Triton reads `TRITON_INTERPRET` when it is imported, so the checks run in a process of their own: run plainly,
-this file starts one; with `TRITON_INTERPRET=1` set, it is that process. Every n-th case of the conformance
-kit is taken, because the interpreter needs about a quarter of a second for one.
+this file starts two; with `TRITON_INTERPRET=1` set, it is such a process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from portakv.kernels import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-EVERY = {"store_kv": 5, "gather_kv": 5, "move_kv": 2}
 
 
 def _caches(fmt: KVFormat, num_layers: int, num_rows: int) -> list[torch.Tensor]:
@@ -36,14 +34,19 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
 
 if INTERPRETED:
     from portakv.kernels import cuda as kernels
+    from portakv.kernels import hip, xpu
     from portakv.kernels._triton import move_kv
 else:
 
-    def test_in_a_process_of_its_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    def test_in_processes_of_their_own() -> None:
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k"]
         env = os.environ | {"TRITON_INTERPRET": "1"}
-        run = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
+        halves = [
+            subprocess.Popen([*command, tests], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for tests in ("store_kv", "not store_kv")
+        ]
+        printed = [half.communicate()[0] for half in halves]
+        assert [half.returncode for half in halves] == [0, 0], "".join(printed)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN and overflow
@@ -52,8 +55,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on Na
 @interpreted
 @pytest.mark.parametrize("op", testing._BUILDERS)
 def test_matches_reference(op: str) -> None:
-    for case in list(testing.cases(op))[:: EVERY.get(op, 1)]:
+    for case in testing.cases(op):
         testing.check(op, getattr(kernels, op), case, CPU)
+
+
+@interpreted
+@pytest.mark.parametrize("device", ["hip", "xpu"])
+@pytest.mark.parametrize("op", testing._BUILDERS)
+def test_other_devices_launch_the_same_kernels(op: str, device: str) -> None:
+    """Under the interpreter they differ from CUDA's in nothing but the launcher, so a sample is enough."""
+    for case in list(testing.cases(op))[::10]:
+        testing.check(op, getattr({"hip": hip, "xpu": xpu}[device], op), case, CPU)
 
 
 @interpreted

@@ -70,7 +70,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     def test_in_a_process_of_its_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout + run.stderr
 
@@ -81,4 +81,4 @@ else:
             "warmup(portakv.HybridKVPool([portakv.LayerSpec(None, 1, 8)], size=8, device='cpu'))\n"
             "assert 'triton' not in sys.modules"
         )
-        subprocess.run([sys.executable, "-c", code], check=True)
+        subprocess.run([sys.executable, "-P", "-c", code], check=True)

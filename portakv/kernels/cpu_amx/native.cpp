@@ -365,10 +365,7 @@ nb::tuple isas() {
 
 void set_isa(const std::string& name) {
     for (const Kernels* k : runnable())
-        if (name == k->isa) {
-            kernels = k;
-            return;
-        }
+        if (name == k->isa) return void(kernels = k);
     refuse_value("name", "one of isas()", name.c_str());
 }
 
@@ -397,6 +394,5 @@ NB_MODULE(_native, m) {
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");
-    m.def("use_exchange_api", &use_exchange_api, "enable"_a,
-          "For tests: read tensors through DLPack's exchange API or their Python attributes; returns which is in use.");
+    m.def("use_exchange_api", &use_exchange_api, "enable"_a, "For tests: read by DLPack or by attributes; which is in use.");
 }
