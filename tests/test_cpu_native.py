@@ -321,17 +321,12 @@ def test_probing_the_build_loads_neither_torch_nor_the_extension() -> None:
 
 def test_install_without_a_compiler(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
-    if not (root / "CMakeLists.txt").exists() or not shutil.which("cmake"):
-        pytest.skip("needs the source tree and cmake")
-    pytest.importorskip("scikit_build_core")
     source = tmp_path / "source"
     unbuilt = shutil.ignore_patterns("*.so", "_build.py", "__pycache__")
     shutil.copytree(root / "portakv", source / "portakv", ignore=unbuilt)
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
-        if (root / name).exists():
-            shutil.copy(root / name, source)
-    (source / "README.md").touch()
-    wheel_command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "."]
+        shutil.copy(root / name, source)
+    wheel_command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "."]
     subprocess.run(
         [*wheel_command, "-w", str(tmp_path)],
         cwd=source,
