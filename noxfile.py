@@ -86,7 +86,9 @@ def _compile(session: nox.Session, name: str, env: dict[str, str], *options: str
     artefact = Path("build", f"{name}.json")
     artefact.parent.mkdir(exist_ok=True)
     with artefact.open("w") as out, TemporaryDirectory() as cache:
-        session.run("portakv", "compile", "--json", *options, env=env | {"TRITON_CACHE_DIR": cache}, stdout=out)
+        env = env | {"TRITON_CACHE_DIR": cache}
+        # Targets without a backend are named on stderr, which nox would mix into the file.
+        session.run("portakv", "compile", "--json", *options, env=env, stdout=out, stderr=None)
 
 
 @nox.session(venv_backend="none")
