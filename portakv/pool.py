@@ -70,7 +70,8 @@ class HybridKVPool:
             "swa": (swa_size or 0) // page_size * page_size + page_size,
         }
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1], rows[key[0]]) for key in groups}
-        self.kernels = {op: selection.row.name for op, selection in common.items()}
+        # A format that a row cannot store may send one group elsewhere: every row in use is named.
+        self.kernels = {op: ", ".join(dict.fromkeys(c[op].row.name for c in chosen.values())) for op in common}
 
         self._owns_slots = slots_of is None
         if slots_of is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from portakv import (
+    DeviceKind,
     HybridKVPool,
     KVWriteLoc,
     LayerSpec,
@@ -17,6 +18,7 @@ from portakv import (
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
+    dispatch,
 )
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
 
@@ -367,6 +369,15 @@ def test_kernels_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="PORTAKV_CHECK"):
         HybridKVPool([FULL], size=8)
     assert not HybridKVPool([FULL], size=8, check=False).check
+
+
+def test_kernels_names_what_serves_the_pools_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that comes first but cannot store the pool's dtype is not the one in use."""
+    picky = dispatch.Row("picky", "reference:{op}", "this test", dtypes=(torch.bfloat16,))
+    column = dispatch.TABLE["store_kv"] | {DeviceKind.CPU: (picky, dispatch.REFERENCE)}
+    monkeypatch.setitem(dispatch.TABLE, "store_kv", column)
+    for dtype, name in ((torch.bfloat16, "picky"), (torch.float8_e5m2, "reference")):
+        assert HybridKVPool([FULL], size=8, dtype=dtype, device="cpu").kernels["store_kv"] == name
 
 
 def test_a_cpu_pool_beside_another_device() -> None:
