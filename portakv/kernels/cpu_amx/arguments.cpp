@@ -1,0 +1,130 @@
+#include "arguments.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace portakv {
+namespace {
+
+PyObject *page_size_, *dtype_;
+
+constexpr int64_t kParallelBytes = 64 << 10;  // one thread below
+constexpr int64_t kThreadBytes = 32 << 10;    // at least this much for each thread
+
+std::string shape_text(const View& v) {
+    std::string s = "[";
+    for (int i = 0; i < v.rank; ++i) s += (i ? ", " : "") + std::to_string(v.shape[i]);
+    return s + "]";
+}
+
+}  // namespace
+
+const Kernels* kernels = &kernels_generic;
+
+void init_arguments() {
+    page_size_ = PyUnicode_InternFromString("page_size");
+    dtype_ = PyUnicode_InternFromString("dtype");
+}
+
+void refuse_shape(const View& v, const std::string& expected) {
+    refuse_value(v.name, ("shape " + expected).c_str(), shape_text(v).c_str());
+}
+
+Slots as_slots(const View& v) {
+    if (v.dtype != DType::i32 && v.dtype != DType::i64) refuse_type(v.name, "int32 or int64", dtype_name(v.dtype));
+    if (v.rank != 1) refuse_shape(v, "[tokens]");
+    return {v.data, v.shape[0], v.stride[0], v.dtype == DType::i64};
+}
+
+Slots read_slots(nb::handle object, const char* name) { return as_slots(read_tensor(object, name)); }
+
+Slots read_wide(nb::handle object, const char* name) {
+    Slots s = read_slots(object, name);
+    if (!s.wide) refuse_type(name, "int64", "int32");
+    return s;
+}
+
+int64_t* read_faults(nb::handle object) {
+    Slots s = read_wide(object, "faults");
+    if (s.size < kNumFaults || s.stride != 1)
+        refuse_value("faults", (std::to_string(kNumFaults) + " or more dense counters").c_str(), std::to_string(s.size).c_str());
+    return reinterpret_cast<int64_t*>(s.data);
+}
+
+RowView as_rows(const View& v, int first_axis, bool may_page) {
+    int rank = v.rank - first_axis;
+    if (rank != 3 && !(may_page && rank == 4))
+        refuse_shape(v, first_axis ? "[layers, rows, heads, dim]" : may_page ? "[rows, heads, dim] or [pages, page, heads, dim]" : "[tokens, heads, dim]");
+    if (v.dtype >= DType::i32) refuse_type(v.name, "a float32, float16, bfloat16 or fp8 tensor", dtype_name(v.dtype));
+    int last = v.rank - 1;
+    if (v.shape[last] > 1 && v.stride[last] != 1)
+        refuse_value(v.name, "a dense last axis", ("stride " + std::to_string(v.stride[last])).c_str());
+    int64_t item = dtype_bytes(v.dtype);
+    RowView r{{v.data, v.stride[last - 2] * item, v.stride[last - 1] * item, 0, 0, v.dtype},
+              v.shape[last - 2], v.shape[last - 1], v.shape[last]};
+    if (rank == 4) {
+        int64_t page = r.count, page_stride = v.stride[0] * item;
+        r.count = v.shape[0] * page;
+        if (page == 1) {
+            r.rows.row_stride = page_stride;
+        } else if (page_stride != page * r.rows.row_stride) {
+            r.rows.page = page;
+            r.rows.page_stride = page_stride;
+        }
+    }
+    return r;
+}
+
+int64_t read_page_size(nb::handle fmt) {
+    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), page_size_));
+    if (!value.is_valid()) nb::raise_python_error();
+    int64_t page = PyLong_AsLongLong(value.ptr());
+    if (page == -1 && PyErr_Occurred()) nb::raise_python_error();
+    return page < 0 ? 0 : page;
+}
+
+void check_dtype(nb::handle fmt, const View& cache) {
+    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), dtype_));
+    if (!value.is_valid()) nb::raise_python_error();
+    DType dtype = read_dtype(value);
+    if (dtype != cache.dtype) refuse_type(cache.name, dtype_name(dtype), dtype_name(cache.dtype));
+}
+
+bool is_fp8(DType t) { return t >= DType::e4m3fn && t <= DType::e5m2fnuz; }
+
+Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nb::handle scale,
+          const char* scale_name) {
+    RowView x = as_rows(x_view, 0, false);
+    if (x.count != tokens || x.heads != cache.heads || x.dim != cache.dim)
+        refuse_shape(x_view, "[" + std::to_string(tokens) + ", " + std::to_string(cache.heads) + ", " +
+                                 std::to_string(cache.dim) + "]");
+    Half half{scatter ? x.rows : cache.rows, scatter ? cache.rows : x.rows, x.heads, x.dim, nullptr, 0};
+    if (x.rows.dtype == cache.rows.dtype) return half;
+    if (is_fp8(x.rows.dtype))
+        refuse_type(x_view.name, ("a float dtype or " + std::string(dtype_name(cache.rows.dtype))).c_str(),
+                    dtype_name(x.rows.dtype));
+    if (is_fp8(cache.rows.dtype)) {
+        View s = read_tensor(scale, scale_name);
+        if (s.dtype != DType::f32) refuse_type(scale_name, "float32", dtype_name(s.dtype));
+        if (s.rank != 1 || s.shape[0] != x.heads) refuse_shape(s, "[" + std::to_string(x.heads) + "]");
+        half.scale = reinterpret_cast<const float*>(s.data);
+        half.scale_stride = s.stride[0];
+    }
+    return half;
+}
+
+int threads_for(int64_t bytes) {
+#ifdef _OPENMP
+    if (bytes < kParallelBytes || omp_in_parallel()) return 1;
+    int64_t most = omp_get_max_threads(), useful = bytes / kThreadBytes;
+    return int(most < useful ? most : useful);
+#else
+    (void)bytes;
+    return 1;
+#endif
+}
+
+}  // namespace portakv

@@ -1,0 +1,65 @@
+// What the Python functions share: reading and refusing their arguments, threads, and the kernels in use.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <string>
+
+#include "kernels.h"
+#include "tensor.h"
+
+namespace portakv {
+
+// Order of portakv.formats.FAULT_KINDS.
+enum Fault { kTranslateLoc, kCastLoc, kStoreKv, kGatherKv, kMoveKv, kNumFaults };
+
+// Those of the instruction set in use.
+extern const Kernels* kernels;
+
+// Look up attribute names once, when the module is imported.
+void init_arguments();
+
+[[noreturn]] void refuse_shape(const View& v, const std::string& expected);
+
+Slots as_slots(const View& v);
+Slots read_slots(nanobind::handle object, const char* name);
+Slots read_wide(nanobind::handle object, const char* name);  // int64 only
+int64_t* read_faults(nanobind::handle object);
+
+inline int64_t slot_at(const Slots& s, int64_t t) {
+    t *= s.stride;
+    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
+}
+
+// `heads` and `dim` of a row tensor are its last two axes; whatever stands before them counts rows.
+struct RowView {
+    Rows rows;
+    int64_t count;
+    int64_t heads;
+    int64_t dim;
+};
+
+// The axes of `v` from `first_axis` on as rows, evenly spaced or, with `may_page`, in pages.
+RowView as_rows(const View& v, int first_axis, bool may_page);
+
+int64_t read_page_size(nanobind::handle fmt);
+void check_dtype(nanobind::handle fmt, const View& cache);
+bool is_fp8(DType t);
+
+// One side of a store (`scatter`) or gather: `x [tokens, H, D]` against the rows of `cache`.
+Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nanobind::handle scale,
+          const char* scale_name);
+
+constexpr int64_t kGilBytes = 32 << 10;  // the GIL is kept below
+
+int threads_for(int64_t bytes);
+
+template <class Job>
+void launch(void (*kernel)(const Job&), const Job& job, int64_t bytes) {
+    if (bytes < kGilBytes) return kernel(job);
+    nanobind::gil_scoped_release release;
+    kernel(job);
+}
+
+}  // namespace portakv
