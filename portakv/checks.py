@@ -12,7 +12,7 @@ import torch
 
 from portakv.device import DeviceFacts, fp8_dialect
 from portakv.errors import MissingSwaLoc, SlotFault, StaleWriteLoc
-from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, Layout
 from portakv.groups import Layer
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc
@@ -50,6 +50,15 @@ def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
         return dtype
     allowed = [str(d) for d in (*FLOAT_DTYPES, *FP8_DIALECTS)]
     raise TypeError(f"dtype: expected 'fp8' or one of {allowed}, got {dtype!r}")
+
+
+def pool_layout(layout: str) -> Layout:
+    allowed = [x.value for x in Layout]
+    if not isinstance(layout, str):
+        raise TypeError(f"layout: expected one of {allowed}, got {layout!r}")
+    if layout not in allowed:
+        raise ValueError(f"layout: expected one of {allowed}, got {layout!r}")
+    return Layout(layout)
 
 
 def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> torch.Tensor:

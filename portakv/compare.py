@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from portakv.layers import LayerSpec, layers_from_config
+from portakv.layers import LayerSpec, layers_from_config, require_heads
 from portakv.pool import HybridKVPool
 
 Tensor = torch.Tensor
@@ -183,7 +183,7 @@ def local_subject(directory: Path, device: torch.device, prompts: Sequence[str])
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype="auto", attn_implementation="eager"
     )
-    layers_from_config(model.config)
+    require_heads(layers_from_config(model.config))
     # A checkpoint may ask for a static cache, which generate refuses beside a cache that it is given.
     model.generation_config.cache_implementation = None
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)

@@ -37,7 +37,7 @@ class Row:
     origin: str
     package: str | None = None
     backend: str | None = None
-    layouts: tuple[Layout, ...] = (Layout.ROWS,)
+    layouts: tuple[Layout, ...] = (Layout.ROWS, Layout.MLA)
     checks: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     equal_dims: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,14 @@ FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv")
 
 
 class Layout(enum.Enum):
-    """How the rows of one side are laid out."""
+    """How the tokens of one side are laid out."""
 
     ROWS = "rows"  # K [rows, H, D], V [rows, H, Dv]
+    MLA = "mla"  # [rows, 1, D + Dv]: the latent and the rope part of a token, one after the other
+    FLASHMLA = "flashmla"  # DeepSeek-V4 pages: 584 bytes a token, block scales behind the rows of a page
+    FLASHMLA_V32 = "flashmla_v32"  # DeepSeek-V3.2 rows: 656 bytes a token
+    CPU_AMX = "cpu_amx"  # pages of pairs in tiles, for AMX
+    CPU_VEC = "cpu_vec"  # pages with K transposed, for vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,10 @@ CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat1
 class KVFormat:
     """One layer group's memory layout; stores, plans, byte counts, exports and tests all read it.
 
-    `dtype` is the storage dtype; an fp8 dtype names the dialect too. `head_dim` is K's, `v_head_dim` V's.
+    `dtype` is the storage dtype; an fp8 dtype names the dialect too. `head_dim` is K's, `v_head_dim` V's; of an MLA
+    layer K is the latent and V the rope part.
+
+    Memory is one or two buffers `[L, items, bytes]` of uint8 (`item_bytes`, `item_slots`); everything else is a view.
     """
 
     num_kv_heads: int
@@ -93,10 +101,41 @@ class KVFormat:
         """What `store_kv` takes: every float by value, the storage dtype byte for byte."""
         return FLOAT_DTYPES if self.dtype in FLOAT_DTYPES else (*FLOAT_DTYPES, self.dtype)
 
-    def shapes(self, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """K `[L, rows, H, D]` and V `[L, rows, H, Dv]` of `num_layers` layers."""
-        rows = (num_layers, num_rows, self.num_kv_heads)
-        return (*rows, self.head_dim), (*rows, self.v_head_dim)
+    def problem(self, mla: bool) -> str | None:
+        """What keeps an MLA layer, or one of K and V heads, from being laid out so; None if nothing does."""
+        if mla and self.layout in (Layout.CPU_AMX, Layout.CPU_VEC):
+            return "an MLA latent"
+        if not mla and self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32):
+            return "K and V heads"
+        return None
+
+    @property
+    def item_slots(self) -> int:
+        """Slots that share an item of a buffer: a page where the bytes of one token lie apart."""
+        return 1
+
+    @property
+    def item_bytes(self) -> tuple[int, ...]:
+        """Bytes of one item in each buffer: in K's and in V's, or in the only one."""
+        return (self.row_bytes,) if self.layout is Layout.MLA else (self.k_row_bytes, self.v_row_bytes)
+
+    def nbytes(self, num_rows: int) -> int:
+        """Bytes of one layer of `num_rows` slots, the reserved page's among them."""
+        return num_rows // self.item_slots * sum(self.item_bytes)
+
+    def caches(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every layer as the ops take them, views of `buffers`: `[L, rows, H, D]` and `[L, rows, H, Dv]`."""
+        k, *rest = (x.view(self.dtype).view(*x.shape[:2], self.num_kv_heads, -1) for x in buffers)
+        v = k[..., self.head_dim :] if self.layout is Layout.MLA else rest[0]
+        return k[..., : self.head_dim], v
+
+    def readable(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every layer as attention takes them, views of `buffers`; for MLA, whose V is part of K, the
+        whole rows `[L, rows, 1, D + Dv]` and their latent."""
+        k, v = self.caches(buffers)
+        if self.layout is Layout.MLA:
+            return buffers[0].view(self.dtype)[:, :, None], k
+        return k, v
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from portakv import device as devices
 from portakv import dispatch
-from portakv.formats import KVFormat
+from portakv.formats import KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
 
 Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
@@ -27,6 +27,8 @@ class Layer:
     k_tail: tuple[int, int]
     v_tail: tuple[int, int]
     sources: frozenset[torch.dtype]
+    num_rows: int
+    readable: tuple[torch.Tensor, torch.Tensor]
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     k_scale: torch.Tensor
@@ -40,9 +42,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """The storage of all layers of one side and format: K `[L, rows, H, D]`, V `[L, rows, H, Dv]`.
+    """The storage of all layers of one side and format.
 
-    `layers` are the model layers in the order of axis 0, `windows` theirs. `scales` is float32 `[4, L, H]`: K scale,
+    `layers` are the model layers in the order of axis 0, `windows` theirs. `buffers` are the allocations `[L, items,
+    bytes]`, `k_caches` and `v_caches` views of them (`KVFormat.caches`). `scales` is float32 `[4, L, H]`: K scale,
     V scale and the reciprocal of each. The kernels are the rows chosen for `fmt`.
     """
 
@@ -50,6 +53,8 @@ class LayerGroup:
     fmt: KVFormat
     layers: tuple[int, ...]
     windows: tuple[int | None, ...]
+    num_rows: int
+    buffers: tuple[torch.Tensor, ...]
     k_caches: torch.Tensor
     v_caches: torch.Tensor
     scales: torch.Tensor
@@ -59,23 +64,27 @@ class LayerGroup:
     store_checks: bool
 
     @property
-    def num_rows(self) -> int:
-        return self.k_caches.shape[1]
+    def kv_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
-    def kv_bytes(self) -> int:
-        return self.k_caches.nbytes + self.v_caches.nbytes
+    def reserved(self) -> list[torch.Tensor]:
+        """The reserved page of every layer, in each buffer."""
+        return [buffer[:, : self.fmt.page_size // self.fmt.item_slots] for buffer in self.buffers]
 
     def layer(self, at: int) -> Layer:
         """The layer at `at` of axis 0."""
         fmt = self.fmt
         k_scale, v_scale, k_inv, v_inv = self.scales[:, at]
+        k_readable, v_readable = fmt.readable(self.buffers)
         return Layer(
             fmt=fmt,
             on_swa=self.side == "swa",
             k_tail=(fmt.num_kv_heads, fmt.head_dim),
             v_tail=(fmt.num_kv_heads, fmt.v_head_dim),
             sources=frozenset(fmt.source_dtypes),
+            num_rows=self.num_rows,
+            readable=(k_readable[at], v_readable[at]),
             k_cache=self.k_caches[at],
             v_cache=self.v_caches[at],
             k_scale=k_scale,
@@ -88,10 +97,13 @@ class LayerGroup:
         )
 
 
-def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int) -> Plan:
+def plan_groups(
+    layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int, layout: Layout = Layout.ROWS
+) -> Plan:
     """Which layers share a side and a format; layers that alias another's KV are in none.
 
-    Raises `ValueError` for an alias that is not of an earlier, storing layer of the same kind and shape.
+    Raises `ValueError` for an alias that is not of an earlier, storing layer of the same kind and shape, and for a
+    layer that `layout` cannot hold.
     """
     groups: Plan = {}
     for i, spec in enumerate(layers):
@@ -99,7 +111,10 @@ def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, 
             _check_alias(layers, i, spec.alias_of)
             continue
         side = "swa" if has_swa and spec.window is not None else "full"
-        fmt = KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size)
+        of_layer = Layout.MLA if spec.mla and layout is Layout.ROWS else layout
+        fmt = KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size, of_layer)
+        if problem := fmt.problem(spec.mla):
+            raise ValueError(f"layout: expected layers that {layout.value!r} can hold, got {problem} in layer {i}")
         groups[side, fmt] = (*groups.get((side, fmt), ()), i)
     return groups
 
@@ -107,7 +122,7 @@ def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, 
 def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
     if not 0 <= producer < i or layers[producer].alias_of is not None:
         raise ValueError(f"layers[{i}].alias_of: expected an earlier layer that stores its KV, got {producer}")
-    for what in ("num_kv_heads", "head_dim", "v_dim"):
+    for what in ("num_kv_heads", "head_dim", "v_dim", "mla"):
         mine, theirs = getattr(layers[i], what), getattr(layers[producer], what)
         if mine != theirs:
             raise ValueError(f"layers[{i}].alias_of: layer {producer} has {what} {theirs}, expected {mine}")
@@ -131,9 +146,9 @@ def fit_sizes(
         raise TypeError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio!r}")
     if swa_ratio is not None and not 0 < swa_ratio <= 1:
         raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
-    row_bytes = {"full": 0, "swa": 0}
+    page_bytes = {"full": 0, "swa": 0}
     for (side, fmt), ids in groups.items():
-        row_bytes[side] += len(ids) * fmt.row_bytes
+        page_bytes[side] += len(ids) * fmt.nbytes(page_size)
 
     def sizes(pages: int) -> tuple[int, int | None]:
         size = pages * page_size
@@ -141,8 +156,8 @@ def fit_sizes(
 
     def cost(pages: int) -> int:
         size, swa_size = sizes(pages)
-        swa_rows = (swa_size or 0) // page_size * page_size + page_size
-        return row_bytes["full"] * (size + page_size) + row_bytes["swa"] * swa_rows + slot_bytes(size, swa_size)
+        swa_pages = (swa_size or 0) // page_size + 1
+        return page_bytes["full"] * (pages + 1) + page_bytes["swa"] * swa_pages + slot_bytes(size, swa_size)
 
     pages = bisect.bisect_right(range(1, budget), budget, key=cost)
     if pages == 0:
@@ -160,15 +175,16 @@ def allocate_group(
 ) -> LayerGroup:
     """Zeroed storage for layers `ids`, scales of 1, and the kernels chosen for the format."""
     side, fmt = key
-    k_caches, v_caches = (
-        devices.zeros(math.prod(shape) * fmt.dtype.itemsize, device).view(fmt.dtype).view(shape)
-        for shape in fmt.shapes(len(ids), num_rows)
-    )
+    shapes = [(len(ids), num_rows // fmt.item_slots, item) for item in fmt.item_bytes]
+    buffers = tuple(devices.zeros(math.prod(shape), device).view(shape) for shape in shapes)
+    k_caches, v_caches = fmt.caches(buffers)
     return LayerGroup(
         side=side,
         fmt=fmt,
         layers=ids,
         windows=tuple(layers[i].window for i in ids),
+        num_rows=num_rows,
+        buffers=buffers,
         k_caches=k_caches,
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),

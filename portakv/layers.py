@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ class LayerSpec:
 
     `window` is the number of visible keys including the current token, `None` for full attention.
     `v_head_dim` defaults to `head_dim`. A layer with `alias_of` owns no storage: it reads the KV of that
-    earlier layer (Gemma 3n's shared layers). Raises `ValueError` or `TypeError` for sizes that are not
-    positive integers.
+    earlier layer (Gemma 3n's shared layers). An `mla` layer keeps a latent of `head_dim` and a rope part of
+    `v_head_dim` numbers a token, as one KV head. Raises `ValueError` or `TypeError` for sizes that are not
+    positive integers, and for more heads of an MLA layer.
     """
 
     window: int | None
@@ -21,6 +23,7 @@ class LayerSpec:
     head_dim: int
     v_head_dim: int | None = None
     alias_of: int | None = None
+    mla: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window", "num_kv_heads", "head_dim", "v_head_dim"):
@@ -30,6 +33,12 @@ class LayerSpec:
             check_positive(name, value)
         if self.alias_of is not None and (not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)):
             raise TypeError(f"alias_of: expected the index of a layer, got {self.alias_of!r}")
+        if not isinstance(self.mla, bool):
+            raise TypeError(f"mla: expected a bool, got {self.mla!r}")
+        if self.mla and self.num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads: expected 1 of an MLA layer, got {self.num_kv_heads}")
+        if self.mla and self.v_head_dim is None:
+            raise ValueError("v_head_dim: expected the dim of an MLA layer's rope part, got None")
 
     @property
     def v_dim(self) -> int:
@@ -45,6 +54,14 @@ def check_positive(name: str, value: object) -> int:
     return value
 
 
+def require_heads(layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """Raise `ValueError` for an MLA layer: transformers caches the K and V heads that it expands from the latent."""
+    for i, spec in enumerate(layers):
+        if spec.mla:
+            raise ValueError(f"layers[{i}]: expected K and V heads, got MLA (a latent)")
+    return layers
+
+
 def layers_from_config(config: Any) -> list[LayerSpec]:
     """One LayerSpec per layer of a transformers decoder config; of a multimodal config, its text decoder's.
 
@@ -52,10 +69,10 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
     `sliding_window` (which counts the current token), `use_sliding_window`, head counts and dims (per layer
     where the config has `per_layer_config`, of the sliding layers where it has `swa_*`),
     `num_kv_shared_layers`. Layers that share KV come out as aliases of the last layer of their kind that
-    stores it.
+    stores it. With `kv_lora_rank` and `qk_rope_head_dim` they are MLA layers, for engines that attend to the latent.
 
     Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed
-    attention, MLA.
+    attention.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     text = getattr(text, "text_config", None) or text
@@ -91,12 +108,12 @@ def _window(layer: Any) -> int | None:
 def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
     if kind not in ("full_attention", "sliding_attention"):
         raise ValueError(f"config.layer_types[{i}]: expected full_attention or sliding_attention, got {kind}")
-    if getattr(layer, "kv_lora_rank", None) is not None:
-        raise ValueError(f"config.kv_lora_rank: expected K and V heads, got MLA (a latent) in layer {i}")
     is_swa = kind == "sliding_attention"
     window = _window(layer) if is_swa else None
     if is_swa and window is None:
         raise ValueError(f"config.sliding_window: expected the window of layer {i}, got None")
+    if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
+        return LayerSpec(window, 1, latent, getattr(layer, "qk_rope_head_dim", None), mla=True)
 
     def size(name: str, default: int | None = None) -> Any:  # LayerSpec checks it
         own = getattr(layer, f"swa_{name}", None) if is_swa else None

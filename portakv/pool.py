@@ -29,7 +29,8 @@ class HybridKVPool:
     `layers` has one LayerSpec per model layer. `size` and `swa_size` count tokens and are rounded down to whole
     pages; each side has one reserved page more, whose first slot is PAD. Without `swa_size` every layer lives on the
     full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
-    for the e4m3 dialect the device reads natively. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch,
+    for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`; "rows" holds MLA layers as
+    "mla" rows. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch,
     which waits for the device. `kernels` maps an op to the row that must serve it; `strict` forbids automatic
     reference rows. `slots_of` attaches this pool to another one's slots, as a draft model's beside its target's: one
     allocator, one mapping, sizes no smaller.
@@ -47,6 +48,7 @@ class HybridKVPool:
         swa_size: int | None = None,
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
+        layout: str = "rows",
         device: torch.device | str | devices.DeviceKind | None = None,
         check: bool | None = None,
         kernels: Mapping[str, str] | None = None,
@@ -61,7 +63,8 @@ class HybridKVPool:
         self.check = checks.checked_mode(check)
         found = devices.facts(self.device)
         self.dtype = checks.storage_dtype(dtype, found)
-        groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size)
+        self.layout = checks.pool_layout(layout)
+        groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
         common = dispatch.select_all(found, kernels, strict)
@@ -109,6 +112,7 @@ class HybridKVPool:
         swa_ratio: float | None = None,
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
+        layout: str = "rows",
         device: torch.device | str | devices.DeviceKind | None = None,
         **options: Any,
     ) -> HybridKVPool:
@@ -119,7 +123,8 @@ class HybridKVPool:
         """
         target = devices.resolve(device)
         storage = checks.storage_dtype(dtype, devices.facts(target))
-        groups = plan_groups(checks.pool_layers(layers), swa_ratio is not None, storage, page_size)
+        specs, lies = checks.pool_layers(layers), checks.pool_layout(layout)
+        groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         fixed = 8 * len(FAULT_KINDS) + sum(16 * fmt.num_kv_heads * len(ids) for (_, fmt), ids in groups.items())
         per_row = 0 if devices.shares_host_memory(target) else 8  # the mapping's copy on the device
 
@@ -128,7 +133,8 @@ class HybridKVPool:
             return host + per_row * (size + page_size + 1) + fixed
 
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, slot_bytes)
-        return cls(layers, size=size, swa_size=swa_size, page_size=page_size, dtype=storage, device=target, **options)
+        options |= {"page_size": page_size, "dtype": storage, "layout": layout, "device": target}
+        return cls(layers, size=size, swa_size=swa_size, **options)
 
     @property
     def kv_bytes(self) -> int:
@@ -210,7 +216,8 @@ class HybridKVPool:
             raise
 
     def get_kv_buffer(self, layer_id: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first.
+        """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first; other layouts
+        as `KVFormat.readable` says.
 
         A layer that aliases another gets that layer's. `dtype` is what the reader takes the bytes for: anything but the
         storage dtype is a `TypeError`, as e4m3fn and e4m3fnuz read the same byte as different numbers.
@@ -218,7 +225,7 @@ class HybridKVPool:
         layer = self._read(layer_id)
         if dtype is not None and dtype != self.dtype:
             raise TypeError(f"dtype: expected the pool's {self.dtype}, got {dtype}")
-        return layer.k_cache, layer.v_cache
+        return layer.readable
 
     def gather_kv(
         self,
@@ -247,7 +254,7 @@ class HybridKVPool:
         dtypes = layer.sources if dtype is None else {dtype}
         checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
         if self._checking():
-            checks.check_range("locations", loc, layer.k_cache.shape[0])
+            checks.check_range("locations", loc, layer.num_rows)
         layer.gather(
             *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale, self._faults, layer.fmt)
         )
@@ -337,9 +344,8 @@ class HybridKVPool:
         if not np.array_equal(checks.host(self.full_to_swa), self.allocator.mapping):
             raise IntegrityError("full_to_swa on the device differs from the allocator's mapping")
         for group in self.groups:
-            for caches in (group.k_caches, group.v_caches):
-                if caches[:, : self.page_size].contiguous().view(torch.uint8).any():
-                    raise IntegrityError(f"a reserved row of layers {group.layers} was written")
+            if any(page.any() for page in group.reserved):
+                raise IntegrityError(f"a reserved row of layers {group.layers} was written")
 
     def _patch(self, slots: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
         """Bring an edit of the host's mapping to the device, behind what the current stream already launched."""
@@ -387,7 +393,7 @@ class HybridKVPool:
 
     def _check_store(self, layer: Layer, write_loc: WriteLoc, loc: Tensor) -> None:
         name = "swa_loc" if layer.on_swa else "loc"
-        checks.check_range(name, loc, layer.k_cache.shape[0])
+        checks.check_range(name, loc, layer.num_rows)
         checks.check_distinct(name, loc, self.page_size)
         if layer.on_swa:
             checks.check_fresh(write_loc.loc, loc, self.allocator.mapping)

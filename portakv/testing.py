@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from portakv.formats import (
     FLOAT_DTYPES,
     FP8_DIALECTS,
     KVFormat,
+    Layout,
     Variant,
     list_variants,
 )
@@ -29,6 +30,9 @@ CANARY = 0xA5
 TOKENS = (0, 1, 2, 7, 33, 131)
 STYLES = ("dense", "strided", "paged")
 """How rows and caches lie: dense; slices of a fused QKV and a head-major cache; pages apart from each other."""
+
+MLA_SHAPES = ((512, 64), (24, 8))
+"""(latent, rope part) of MLA rows; the second in rows that are no whole number of vectors."""
 
 SHAPES = ((1, 8, 8), (8, 128, 128), (1, 80, 80), (3, 96, 64), (6, 192, 128), (2, 576, 512))
 """(KV heads, K dim, V dim): powers of two and not, K and V alike and not."""
@@ -59,9 +63,13 @@ class Buffer:
     def tensor(self) -> torch.Tensor:
         return self.storage.as_strided(self.size, self.stride, self.offset)
 
-    def to(self, device: torch.device) -> Buffer:
-        copy = self.storage.view(torch.uint8).clone().to(device).view(self.storage.dtype)
-        return Buffer(copy, self.size, self.stride, self.offset)
+    def copy(self, device: torch.device) -> torch.Tensor:
+        """A copy of the whole allocation."""
+        return self.storage.view(torch.uint8).clone().to(device).view(self.storage.dtype)
+
+    def columns(self, begin: int, end: int) -> Buffer:
+        """Columns of the last axis, in the same allocation."""
+        return replace(self, size=(*self.size[:-1], end - begin), offset=self.offset + begin)
 
 
 Arg = Buffer | KVFormat | None
@@ -82,9 +90,13 @@ class _Random(random.Random):
 
 
 def formats() -> tuple[KVFormat, ...]:
-    """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16."""
+    """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16; MLA rows, plain and quantised."""
     dtypes = (*FLOAT_DTYPES, *FP8_DIALECTS)
-    return tuple(
+    mla = tuple(
+        KVFormat(1, *shape, dtype, 4, Layout.MLA)
+        for shape, dtype in zip(MLA_SHAPES, (torch.bfloat16, torch.float8_e4m3fn), strict=True)
+    )
+    return mla + tuple(
         KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
         for i, dtype in enumerate(dtypes)
         for j, shape in enumerate(SHAPES)
@@ -106,7 +118,8 @@ def cases(op: str) -> Iterator[Case]:
 def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device) -> None:
     """Run `kernel` on `device` and the reference on the CPU, on equal inputs; raise `Mismatch` if any byte differs."""
     expected = build(case)
-    got = [arg.to(device) if isinstance(arg, Buffer) else arg for arg in expected]
+    copies = {id(arg.storage): arg.copy(device) for arg in expected if isinstance(arg, Buffer)}
+    got = [replace(arg, storage=copies[id(arg.storage)]) if isinstance(arg, Buffer) else arg for arg in expected]
     getattr(reference, op)(*_tensors(expected))
     kernel(*_tensors(got))
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
@@ -164,7 +177,7 @@ def _store_args(case: Case, rng: _Random) -> list[Arg]:
     assert dtype is not None
     num_rows = _num_rows(case, fmt)
     k, v = (_rows(case, dtype, dim, rng) for dim in (fmt.head_dim, fmt.v_head_dim))
-    caches = [_cache(case, fmt, num_rows, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    caches = _caches(case, fmt, num_rows)
     loc = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
     return [k, v, *caches, loc, _scales(fmt, rng), _scales(fmt, rng), faults(), fmt]
 
@@ -173,7 +186,7 @@ def _gather_args(case: Case, rng: _Random) -> list[Arg]:
     fmt, dtype = _fmt(case), case.variant.dtype
     assert dtype is not None
     num_rows = _num_rows(case, fmt)
-    caches = [_cache(case, fmt, num_rows, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    caches = _caches(case, fmt, num_rows)
     for cache in caches:
         _fill(cache.tensor, rng)
     outs = [_rows(case, dtype, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
@@ -184,11 +197,9 @@ def _gather_args(case: Case, rng: _Random) -> list[Arg]:
 def _move_args(case: Case, rng: _Random) -> list[Arg]:
     fmt = _fmt(case)
     num_rows = _num_rows(case, fmt)
-    caches = []
-    for dim in (fmt.head_dim, fmt.v_head_dim):
-        cache = canary((2, num_rows, fmt.num_kv_heads, dim), fmt.dtype)
+    caches = _parts(fmt, lambda dim: canary((2, num_rows, fmt.num_kv_heads, dim), fmt.dtype))
+    for cache in caches:
         _fill(cache.tensor, rng)
-        caches.append(cache)
     tgt = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
     src = _slots(case, rng, num_rows, unique=False, page_size=fmt.page_size)
     return [*caches, tgt, src, faults(), fmt]
@@ -261,6 +272,19 @@ def _rows(case: Case, dtype: torch.dtype, dim: int, rng: _Random | None = None) 
     if rng is not None:
         _fill(out.tensor, rng)
     return out
+
+
+def _caches(case: Case, fmt: KVFormat, num_rows: int) -> list[Buffer]:
+    return _parts(fmt, lambda dim: _cache(case, fmt, num_rows, dim))
+
+
+def _parts(fmt: KVFormat, make: Callable[[int], Buffer]) -> list[Buffer]:
+    """K and V caches of a layout: buffers of their own, or the two parts of each row."""
+    if fmt.layout is not Layout.MLA:
+        return [make(fmt.head_dim), make(fmt.v_head_dim)]
+    whole = fmt.head_dim + fmt.v_head_dim
+    rows = make(whole)
+    return [rows.columns(0, fmt.head_dim), rows.columns(fmt.head_dim, whole)]
 
 
 def _cache(case: Case, fmt: KVFormat, num_rows: int, dim: int) -> Buffer:

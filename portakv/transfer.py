@@ -35,9 +35,10 @@ class HostCopy:
 class GroupDescription:
     """One layer group for a transfer engine.
 
-    Slot ids are those of `side` ("full" or "swa"), `num_slots` of them with the reserved page. Row s of a buffer is
-    `k_item_bytes` (`v_item_bytes`) at `s * k_item_bytes`. Buffers are (address, bytes), one per layer, contiguous.
-    `tag` is equal where the bytes mean the same.
+    Slot ids are those of `side` ("full" or "swa"), `num_slots` of them with the reserved page. Item i of a buffer is
+    `k_item_bytes` (`v_item_bytes`) at `i * k_item_bytes` and has the slots from `i * item_slots` on, `item_slots` of
+    them. Buffers are (address, bytes), one per layer, contiguous; where K and V lie in one, it is K's, and there is
+    none of V. `tag` is equal where the bytes mean the same.
     """
 
     side: str
@@ -48,6 +49,7 @@ class GroupDescription:
     v_head_dim: int
     page_size: int
     num_slots: int
+    item_slots: int
     k_item_bytes: int
     v_item_bytes: int
     tag: str
@@ -57,6 +59,7 @@ class GroupDescription:
 
 def describe(group: LayerGroup) -> GroupDescription:
     fmt = group.fmt
+    spans = [tuple((layer.data_ptr(), layer.nbytes) for layer in buffer) for buffer in group.buffers]
     return GroupDescription(
         group.side,
         group.layers,
@@ -66,10 +69,12 @@ def describe(group: LayerGroup) -> GroupDescription:
         fmt.v_head_dim,
         fmt.page_size,
         group.num_rows,
-        fmt.k_row_bytes,
-        fmt.v_row_bytes,
+        fmt.item_slots,
+        fmt.item_bytes[0],
+        sum(fmt.item_bytes[1:]),
         fmt.tag,
-        *(tuple((layer.data_ptr(), layer.nbytes) for layer in caches) for caches in (group.k_caches, group.v_caches)),
+        spans[0],
+        spans[1] if len(spans) > 1 else (),
     )
 
 

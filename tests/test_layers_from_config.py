@@ -97,7 +97,7 @@ def test_text_config_of_a_multimodal_config() -> None:
         ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
         ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
         ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank: expected K and V heads, got MLA"),
+        ({"kv_lora_rank": 512}, "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
     ],
 )
 def test_what_the_pool_has_no_layer_for(options: dict[str, Any], message: str) -> None:
@@ -146,7 +146,12 @@ def test_sliding_is_off_by_default(name: str) -> None:
     assert {spec.window for spec in layers_from_config(transformers_config(name, **options))} == {None}
 
 
-@pytest.mark.parametrize("name", ["Llama4TextConfig", "DeepseekV3Config", "Qwen3NextConfig", "JambaConfig"])
+def test_deepseek_keeps_a_latent() -> None:
+    layers = layers_from_config(transformers_config("DeepseekV3Config"))
+    assert layers == [LayerSpec(None, 1, 512, 64, mla=True)] * 61
+
+
+@pytest.mark.parametrize("name", ["Llama4TextConfig", "Qwen3NextConfig", "JambaConfig"])
 def test_published_configs_that_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         layers_from_config(transformers_config(name))

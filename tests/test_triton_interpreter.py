@@ -23,8 +23,7 @@ CPU = torch.device("cpu")
 
 
 def _caches(fmt: KVFormat, num_layers: int, num_rows: int) -> list[torch.Tensor]:
-    shapes = fmt.shapes(num_layers, num_rows)
-    return [torch.zeros(shape, dtype=torch.float32).to(fmt.dtype) for shape in shapes]
+    return list(fmt.caches([torch.zeros((num_layers, num_rows, n), dtype=torch.uint8) for n in fmt.item_bytes]))
 
 
 def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:

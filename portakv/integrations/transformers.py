@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from portakv.allocator import HybridSlotAllocator
 from portakv.errors import OutOfSlots, PortaKVError
-from portakv.layers import check_positive, layers_from_config
+from portakv.layers import check_positive, layers_from_config, require_heads
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc
 
@@ -44,6 +44,7 @@ class PortaKVCache(Cache):
         if not isinstance(pool, HybridKVPool):
             raise TypeError(f"pool: expected a HybridKVPool, got {type(pool).__name__}")
         self.pool = pool
+        require_heads(pool.layers)
         self._batch = _Batch(pool)
         super().__init__(
             layers=[
@@ -77,7 +78,7 @@ class PortaKVCache(Cache):
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("page_size", page_size)):
             check_positive(name, value)
         chunk = max_tokens if max_chunk is None else check_positive("max_chunk", max_chunk)
-        layers = layers_from_config(model.config)
+        layers = require_heads(layers_from_config(model.config))
         windows = [spec.window for spec in layers if spec.window is not None]
         full = -(-max_tokens // page_size) * page_size
         # A window that starts anywhere in a page, and the chunk behind it.

@@ -1,0 +1,161 @@
+"""Layouts beside plain rows, through the pool: what is stored, read, moved, copied, described and refused."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch
+from portakv import device as devices
+from portakv.formats import Layout
+from portakv.layers import require_heads
+
+MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
+HEADS = LayerSpec(None, 2, 8)
+
+
+def rows_here() -> list[str]:
+    found = devices.facts(torch.device("cpu"))
+    chosen = dispatch.select("store_kv", found)
+    return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
+
+
+@pytest.fixture(params=rows_here())
+def make(request: pytest.FixtureRequest, device: torch.device) -> Any:
+    """`make(layers, …)`: a small pool on each row that serves here."""
+    kernels = dict.fromkeys(dispatch.TABLE, request.param) if device.type == "cpu" else None
+
+    def pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
+        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True, "kernels": kernels} | options
+        return HybridKVPool(layers, device=device, **options)
+
+    return pool
+
+
+def rows(n: int, *dims: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 1, dim, generator=generator).to(torch.bfloat16) for dim in dims]
+
+
+def test_an_mla_row_is_the_latent_and_then_the_rope_part(make: Any) -> None:
+    pool = make([MLA_FULL, HEADS, MLA_SWA])
+    pool.allocator.alloc(4, swa_tail=0)
+    write_loc = pool.plan_write(pool.allocator.alloc(7))
+    latent, rope = (x.to(pool.device) for x in rows(7, 24, 8))
+    for layer, loc in ((0, write_loc.loc), (2, write_loc.swa_loc)):
+        pool.set_kv_buffer(layer, write_loc, latent, rope)
+        whole, part = pool.get_kv_buffer(layer)
+        assert whole.shape == (len(whole), 1, 32)
+        assert whole.is_contiguous()
+        assert torch.equal(whole[loc], torch.cat((latent, rope), -1))
+        assert part.data_ptr() == whole.data_ptr()
+        assert torch.equal(part[loc], latent)
+        assert whole.count_nonzero() == latent.count_nonzero() + rope.count_nonzero()
+        for out, x in zip(pool.gather_kv(layer, write_loc), (latent, rope), strict=True):
+            assert torch.equal(out, x)
+    pool.check_integrity()
+
+
+def test_each_part_of_a_quantised_mla_row_has_its_own_scale(make: Any) -> None:
+    pool = make([MLA_FULL], dtype=torch.float8_e4m3fn)
+    write_loc = pool.plan_write(pool.allocator.alloc(5))
+    latent, rope = (x.to(pool.device) for x in rows(5, 24, 8))
+    pool.set_scales(0, 0.5, 0.0625)
+    pool.set_kv_buffer(0, write_loc, latent, rope)
+    whole, _ = pool.get_kv_buffer(0)
+    want = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((latent, 0.5), (rope, 0.0625))]
+    assert torch.equal(whole[write_loc.loc].view(torch.uint8), torch.cat(want, -1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_mla_rows_move_and_go_to_the_host_and_back(make: Any, dtype: torch.dtype) -> None:
+    layers = [MLA_FULL, MLA_SWA]
+    pool, other = make(layers, dtype=dtype), make(layers, dtype=dtype)
+    loc = pool.allocator.alloc(8)
+    write_loc = pool.plan_write(loc)
+    for layer in (0, 1):
+        pool.set_kv_buffer(layer, write_loc, *(x.to(pool.device) for x in rows(8, 24, 8, seed=layer)))
+    before = [pool.gather_kv(layer, write_loc) for layer in (0, 1)]
+    copy = pool.copy_to_host(loc)
+    other.allocator.alloc(4)
+    there = other.plan_write(other.load_from_host(copy))
+    order = torch.tensor([3, 0, 2, 1, 7, 5, 6, 4])
+    pool.move_kv_cache(loc, loc[order])
+    for layer in (0, 1):
+        for mine, moved, theirs in zip(
+            before[layer], pool.gather_kv(layer, write_loc), other.gather_kv(layer, there), strict=True
+        ):
+            mine, moved, theirs = (x.view(torch.uint8) for x in (mine, moved, theirs))
+            assert torch.equal(mine[order.to(mine.device)], moved)
+            assert torch.equal(mine, theirs)
+    pool.check_integrity()
+
+
+def test_an_mla_layer_is_described_as_one_buffer() -> None:
+    pool = HybridKVPool([MLA_FULL], size=16, page_size=4, device="cpu")
+    loc = pool.allocator.alloc(3)
+    latent, rope = rows(3, 24, 8)
+    pool.set_kv_buffer(0, pool.plan_write(loc), latent, rope)
+    (group,) = pool.describe()
+    assert (group.k_item_bytes, group.v_item_bytes, group.item_slots, group.v_buffers) == (64, 0, 1, ())
+    ((address, size),) = group.k_buffers
+    assert size == pool.kv_bytes == 20 * 64
+    want = torch.cat((latent, rope), -1)[2].view(torch.uint8).numpy().tobytes()
+    assert ctypes.string_at(address + int(loc[2]) * 64, 64) == want
+    assert group.tag != HybridKVPool([LayerSpec(None, 1, 24, 8)], size=16, device="cpu").describe()[0].tag
+
+
+def test_a_budget_counts_the_bytes_of_mla_rows() -> None:
+    pool = HybridKVPool.fit([MLA_FULL, MLA_SWA], 1 << 20, swa_ratio=0.5, page_size=4, device="cpu")
+    assert (1 << 20) - 2048 < pool.nbytes <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_kv_heads": 2}, ValueError, "num_kv_heads: expected 1 of an MLA layer, got 2"),
+        ({"v_head_dim": None}, ValueError, "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
+        ({"mla": 1}, TypeError, "mla: expected a bool, got 1"),
+    ],
+)
+def test_what_is_no_mla_layer(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LayerSpec(**{"window": None, "num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "mla": True} | options)
+
+
+def test_an_mla_layer_shares_its_rows_with_an_mla_layer_only() -> None:
+    with pytest.raises(ValueError, match=r"layers\[1\].alias_of: layer 0 has mla True, expected False"):
+        HybridKVPool([MLA_FULL, LayerSpec(None, 1, 24, 8, alias_of=0)], size=16, device="cpu")
+    with pytest.raises(ValueError, match=r"layers\[1\]: expected K and V heads, got MLA"):
+        require_heads([HEADS, MLA_FULL])
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "error", "message"),
+    [
+        ("mla", [HEADS], ValueError, "layout: expected layers that 'mla' can hold, got K and V heads in layer 0"),
+        ("flashmla", [MLA_FULL, HEADS], ValueError, "layout: expected layers that 'flashmla' can hold, got"),
+        ("cpu_amx", [MLA_FULL], ValueError, "layout: expected layers that 'cpu_amx' can hold, got an MLA latent in"),
+        ("columns", [HEADS], ValueError, "layout: expected one of .*'rows', .*, got 'columns'"),
+        (Layout.ROWS, [HEADS], TypeError, "layout: expected one of"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_allocated(
+    layout: Any, layers: list[LayerSpec], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "zeros", None)
+    for build in (
+        lambda: HybridKVPool(layers, size=64, page_size=32, layout=layout, device="cpu"),
+        lambda: HybridKVPool.fit(layers, 1 << 20, page_size=32, layout=layout, device="cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            build()
+
+
+def test_a_layout_that_no_row_stores_is_refused_by_name() -> None:
+    found = devices.DeviceFacts(devices.DeviceKind.CUDA, "sm_90", packages={"triton": devices.Package("3.6.0")})
+    with pytest.raises(NoKernel, match="cannot store layout 'cpu_amx'"):
+        dispatch.select_all(found, fmt=dispatch.KVFormat(8, 64, 64, torch.bfloat16, 32, Layout.CPU_AMX))
