@@ -11,7 +11,7 @@ import torch
 PAD = 0
 """The slot that padding points at: row 0 of the reserved page, never written."""
 
-FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv")
+FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv", "build_read")
 """Entries of a fault counter, one int64 per op that can meet a slot it has to skip."""
 
 
@@ -138,10 +138,38 @@ class KVFormat:
         return k, v
 
 
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Structure(enum.Enum):
+    """How attention is told which slots it reads."""
+
+    RAGGED = "ragged"  # indptr [n + 1], and the token slots of all sequences one after another
+    PAGES = "pages"  # a row of page ids per sequence
+    ROWS = "rows"  # a row of token slots per sequence
+    QUERY_ROWS = "query_rows"  # a row of token slots per query token
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFormat:
+    """What one read structure of a forward names, and how.
+
+    `window` is the number of visible keys including the query's own token, None: all. `page_size` is the pool's; only
+    PAGES divides by it. `pad`, 0 or -1, fills unused places and stands for tokens without a slot. `prefix_only` leaves
+    out the keys of the queries themselves, for kernels that take the new K and V directly.
+    """
+
+    structure: Structure
+    window: int | None = None
+    page_size: int = 1
+    pad: int = PAD
+    prefix_only: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The name of one compiled kernel. `dtype` is the other dtype of the op: a store's source, a gather's
-    output; `alignment` is the bytes that every row start is a multiple of."""
+    output, a read's lengths; `alignment` is the bytes that every row start is a multiple of."""
 
     op: str
     fmt: KVFormat | None = None
@@ -149,9 +177,7 @@ class Variant:
     index_dtype: torch.dtype = torch.int64
     out_index_dtype: torch.dtype | None = None
     alignment: int = VECTOR_BYTES
-
-
-INDEX_DTYPES = (torch.int32, torch.int64)
+    structure: Structure | None = None
 
 
 def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:

@@ -21,6 +21,8 @@ from portakv.formats import (
     FP8_DIALECTS,
     KVFormat,
     Layout,
+    ReadFormat,
+    Structure,
     Variant,
     list_variants,
 )
@@ -72,7 +74,7 @@ class Buffer:
         return replace(self, size=(*self.size[:-1], end - begin), offset=self.offset + begin)
 
 
-Arg = Buffer | KVFormat | None
+Arg = Buffer | KVFormat | ReadFormat | int | None
 
 
 class _Random(random.Random):
@@ -128,7 +130,7 @@ def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device
             _compare(f"{case}: argument {i}", want, have)
 
 
-def _tensors(args: list[Arg]) -> list[torch.Tensor | KVFormat | None]:
+def _tensors(args: list[Arg]) -> list[torch.Tensor | KVFormat | ReadFormat | int | None]:
     return [arg.tensor if isinstance(arg, Buffer) else arg for arg in args]
 
 
@@ -205,6 +207,65 @@ def _move_args(case: Case, rng: _Random) -> list[Arg]:
     return [*caches, tgt, src, faults(), fmt]
 
 
+def _read_args(case: Case, rng: _Random) -> list[Arg]:
+    """A batch whose lengths, rows and slots are partly out of range, and outputs of enough room and of too little."""
+    variant = case.variant
+    structure = (
+        rng.choice((Structure.ROWS, Structure.PAGES)) if variant.structure is Structure.ROWS else variant.structure
+    )
+    lens_dtype, out_dtype = variant.dtype, variant.out_index_dtype
+    assert structure is not None
+    assert lens_dtype is not None
+    assert out_dtype is not None
+    batch, width, page_size = case.tokens % 24, rng.choice((1, 7, 38, 150)), rng.choice((1, 4, 16))
+    fmt = ReadFormat(structure, rng.choice((None, 1, 5, 16, 2**62)), page_size, rng.choice((0, -1)), rng.random() < 0.3)
+
+    mapping, num_slots = None, rng.choice((400, 2**40))
+    if rng.random() < 0.6:
+        num_slots = 400
+        peers = rng.ints(1, 300, (num_slots + 1,)) * (rng.ints(0, 5, (num_slots + 1,)) > 0)
+        peers[3::40] = 2**33
+        peers[0], peers[-1] = 0, -1
+        mapping = wrap(peers)
+    odd = [-1, 0, 2**31 - 1, *((num_slots, 2**35, 2**41) if variant.index_dtype == torch.int64 else ())]
+    requests = batch + 2
+    stride = {"dense": (width, 1), "strided": (width + 5, 1), "paged": (3 * width, 1)}[case.style]
+    table = canary((requests, width), variant.index_dtype, stride)
+    strange = torch.tensor(odd)[rng.ints(0, len(odd), (requests, width))]
+    table.tensor.copy_(
+        torch.where(rng.ints(0, 30, (requests, width)) == 0, strange, rng.ints(1, 400, (requests, width)))
+    )
+
+    def lengths(values: list[int]) -> Buffer:
+        out = canary((batch,), lens_dtype, (1 if case.style == "dense" else 2,))
+        out.tensor.copy_(torch.tensor(values, dtype=lens_dtype))
+        return out
+
+    def strangely(value: int) -> int:
+        return rng.choice((-3, width + 4, 2**31 - 1)) if rng.random() < 0.06 else value
+
+    rows = [strangely(rng.randrange(requests)) for _ in range(batch)]
+    seq_lens = [strangely(rng.randrange(width + 1)) for _ in range(batch)]
+    extra_lens = [strangely(rng.randrange(3)) for _ in range(batch)] if rng.random() < 0.5 else None
+    query_lens = [strangely(rng.randrange(6)) for _ in range(batch)] if rng.random() < 0.7 else None
+
+    lines = batch + rng.choice((0, 3))
+    if structure is Structure.QUERY_ROWS and query_lens is not None:
+        lines = max(0, sum(min(max(q, 0), 6) for q in query_lens) + rng.choice((-2, 0, 3)))
+    step = page_size if structure is Structure.PAGES else 1
+    columns = max(0, -(-width // step) + rng.choice((-2, 0, 5)))
+    if structure is Structure.RAGGED:
+        out = canary((rng.choice((batch * width, batch * width // 3)),), out_dtype)
+    else:
+        out = canary((lines, columns), out_dtype, (columns + (0 if case.style == "dense" else 3), 1))
+    indptr = canary((lines + 1,), out_dtype) if structure is Structure.RAGGED else None
+    return [
+        *(mapping, table, lengths(rows), lengths(seq_lens)),
+        *(None if x is None else lengths(x) for x in (extra_lens, query_lens)),
+        *(out, indptr, canary((lines,), out_dtype), canary((lines,), out_dtype), faults(), num_slots, fmt),
+    ]
+
+
 _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
     "translate_loc": _translate_args,
     "cast_loc": _cast_args,
@@ -212,6 +273,7 @@ _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
     "store_kv": _store_args,
     "gather_kv": _gather_args,
     "move_kv": _move_args,
+    "build_read": _read_args,
 }
 
 

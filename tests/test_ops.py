@@ -105,7 +105,7 @@ def test_offsets_past_2_31(row: str) -> None:
     k = torch.arange(16, dtype=torch.uint8).view(1, 2, 8).view(fmt.dtype)
     v = (torch.arange(16, dtype=torch.uint8) + 32).view(1, 2, 8).view(fmt.dtype)
     v_cache = torch.zeros((4, 2, 8), dtype=torch.uint8).view(fmt.dtype)
-    ones, faults = torch.ones(2), torch.zeros(5, dtype=torch.int64)
+    ones, faults = torch.ones(2), testing.faults().tensor
     store(k, v, cache, v_cache, torch.tensor([3]), ones, ones, faults, fmt)
     assert torch.equal(storage[3 * stride :].view(torch.uint8), k.view(torch.uint8).flatten())
     k_out, v_out = torch.zeros_like(k), torch.zeros_like(v)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from portakv.formats import CANONICAL_NAN, FAULT_KINDS, FLOAT_DTYPES, PAD, Fp8, KVFormat
+from portakv.formats import CANONICAL_NAN, FAULT_KINDS, FLOAT_DTYPES, PAD, Fp8, KVFormat, ReadFormat, Structure
 
 Tensor = torch.Tensor
 
@@ -101,6 +101,113 @@ def move_kv(k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults
     for caches in (k_caches, v_caches):
         rows = _as_bytes(caches)
         rows[:, write] = torch.where(ok[:, None, None], rows[:, read], rows[:, write])
+
+
+def build_read(
+    mapping: Tensor | None,
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    extra_lens: Tensor | None,
+    query_lens: Tensor | None,
+    out: Tensor,
+    indptr: Tensor | None,
+    lens: Tensor,
+    starts: Tensor,
+    faults: Tensor,
+    num_slots: int,
+    fmt: ReadFormat,
+) -> None:
+    """Name the slots that attention reads for B sequences, and reset what is past them.
+
+    `table [R, C]` holds the full slot of each request and position, int32 or int64; sequence b is its row `rows[b]`.
+    Slots end at `num_slots`; `mapping`, int64 with as many entries or more, translates them. `rows`, `seq_lens`,
+    `extra_lens` (None: 0) and `query_lens` (None: 1) are `[B]`, of one integer dtype and any stride. A sequence has
+    `end = seq_lens + extra_lens` keys, those of its last `query_lens` tokens, the queries, among them. Named are the
+    keys from `max(0, first query - window + 1)` to the end, or with `prefix_only` to the first query.
+
+    `lens [n]` and `starts [n]`, n >= B, become the number of keys and the position of the first (0 where there is
+    none), `out` what is read, all of one integer dtype, dense but for the row stride of a 2-D `out`:
+
+    - RAGGED: `out [N]` slots of the sequences one after another, sequence b from `indptr[b]`; `indptr [n + 1]`.
+    - ROWS: `out [n, columns]`, a row of slots per sequence.
+    - PAGES: `out [n, columns]`, the pages that hold the keys. `starts` is the first position of the first page and
+      `lens` counts from there. A page id is the slot at the page's first position divided by the page size.
+    - QUERY_ROWS: `out [n, columns]`, the row of query i of sequence b stands after those of the sequences before, and
+      names the keys from `max(0, p - window + 1)` to its own position p; `lens` and `starts` tell of rows too.
+
+    Slots PAD and below and tokens without a peer become `fmt.pad`, and so does, as a fault, a slot past the last. One
+    fault each: a sequence whose row `table` does not have (it is empty), one with more keys than C (it ends at C), one
+    whose query rows `out` cannot hold, and each row or ragged sequence that is cut because `out` is too small. A slot
+    or page that int32 cannot hold becomes `fmt.pad` and a fault of `cast_loc`. A negative length is 0.
+    """
+    num_requests, width = table.shape
+    known = (rows >= 0) & (rows < num_requests)
+    end = seq_lens.long().clamp(0, width + 1)
+    if extra_lens is not None:
+        end = end + extra_lens.long().clamp(0, width + 1)
+    queries = torch.ones_like(end) if query_lens is None else query_lens.long().clamp(0, width)
+    end = torch.where(known, end, 0)
+    _count(faults, "build_read", ~known)
+    _count(faults, "build_read", end > width)
+    end = end.clamp(max=width)
+
+    # From here on sequence B is an empty one, for the rows past the batch, and a row n for what is past a ragged end.
+    row_of, end, queries = (
+        torch.nn.functional.pad(x, (0, 1)) for x in (torch.where(known, rows.long(), 0), end, queries)
+    )
+    first = end - queries
+    last = first if fmt.prefix_only else end
+    row = torch.arange(lens.shape[0] + 1, device=out.device)
+    if fmt.structure is Structure.QUERY_ROWS:
+        ends = queries.cumsum(0)
+        _count(faults, "build_read", (ends > lens.shape[0]) & (queries > 0))
+        sequence = torch.searchsorted(ends[:-1], row, right=True)
+        query = (first - ends + queries)[sequence] + row
+        stop = torch.minimum(query + 1, last[sequence])
+    else:
+        sequence = row.clamp(max=rows.shape[0])
+        query, stop = first[sequence], last[sequence]
+    window = width + 1 if fmt.window is None else min(fmt.window, width + 1)
+    start = (query - window + 1).clamp(min=0)
+    step = fmt.page_size if fmt.structure is Structure.PAGES else 1
+    some = start < stop
+    start = torch.where(some, start // step * step, 0)
+    count = torch.where(some, stop - start, 0)
+
+    if fmt.structure is Structure.RAGGED:
+        assert indptr is not None
+        ends = count.cumsum(0).clamp(max=out.shape[0])
+        begins = torch.nn.functional.pad(ends[:-1], (1, 0))
+        indptr.copy_(begins)
+        named = ends - begins
+        element = torch.arange(out.shape[0], device=out.device)
+        row = torch.searchsorted(ends[:-1], element, right=True)
+        position = start[row] + element - begins[row]
+    else:
+        named = count.clamp(max=out.shape[1] * step)
+        row = row[:-1, None]
+        position = start[row] + step * torch.arange(out.shape[1], device=out.device)
+    _count(faults, "build_read", (named < count)[:-1])
+    lens.copy_(named[:-1])
+    starts.copy_(torch.where(named > 0, start, 0)[:-1])
+
+    ok = position < (start + named)[row]
+    if table.numel():
+        slot = table[row_of[sequence[row]], torch.where(ok, position, 0)].long()
+    else:
+        slot = torch.full_like(position, PAD)
+    _count(faults, "build_read", ok & (slot >= num_slots))
+    slot = torch.where(ok & (slot < num_slots), slot, PAD).clamp(min=PAD)
+    if mapping is not None:
+        slot = mapping[slot]
+    ok = slot > PAD
+    value = slot // step
+    if out.dtype == torch.int32:
+        unfit = value != value.to(torch.int32)
+        _count(faults, "cast_loc", unfit)
+        ok &= ~unfit
+    out.copy_(torch.where(ok, value, fmt.pad))
 
 
 def convert(x: Tensor, fmt: KVFormat, inv: Tensor) -> Tensor:
