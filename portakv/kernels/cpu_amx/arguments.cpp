@@ -57,7 +57,7 @@ int64_t* read_faults(nb::handle object) {
 RowView as_rows(const View& v, int first_axis, bool may_page) {
     int rank = v.rank - first_axis;
     if (rank != 3 && !(may_page && rank == 4))
-        refuse_shape(v, first_axis ? "[layers, rows, heads, dim]" : may_page ? "[rows, heads, dim] or [pages, page, heads, dim]" : "[tokens, heads, dim]");
+        refuse_shape(v, first_axis ? "[layers, rows, heads, dim] or [layers, pages, page, heads, dim]" : may_page ? "[rows, heads, dim] or [pages, page, heads, dim]" : "[tokens, heads, dim]");
     if (v.dtype >= DType::i32) refuse_type(v.name, "a float32, float16, bfloat16 or fp8 tensor", dtype_name(v.dtype));
     int last = v.rank - 1;
     if (v.shape[last] > 1 && v.stride[last] != 1)
@@ -66,8 +66,8 @@ RowView as_rows(const View& v, int first_axis, bool may_page) {
     RowView r{{v.data, v.stride[last - 2] * item, v.stride[last - 1] * item, 0, 0, v.dtype},
               v.shape[last - 2], v.shape[last - 1], v.shape[last]};
     if (rank == 4) {
-        int64_t page = r.count, page_stride = v.stride[0] * item;
-        r.count = v.shape[0] * page;
+        int64_t page = r.count, page_stride = v.stride[first_axis] * item;
+        r.count = v.shape[first_axis] * page;
         if (page == 1) {
             r.rows.row_stride = page_stride;
         } else if (page_stride != page * r.rows.row_stride) {

@@ -3,23 +3,10 @@
 // Nothing here may have external linkage but the table at the end, and no inline function of the C++ library may be
 // called: see kernels.h.
 
-#include "runs.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "rows.h"
 
 namespace portakv {
 namespace {
-
-// ---- rows ---------------------------------------------------------------------------------------------------------
-
-inline char* row_at(const Rows& rows, int64_t slot) {
-    if (rows.page == 0) return rows.data + slot * rows.row_stride;
-    return rows.data + slot / rows.page * rows.page_stride + slot % rows.page * rows.row_stride;
-}
-
-enum class Way { store, gather };
 
 // How one row of a half is done: `runs` runs of `n` elements.
 struct Plan {
@@ -70,87 +57,27 @@ inline void do_row(const Plan& p, const char* src, char* dst, bool past_cache) {
     }
 }
 
-inline int64_t slot_at(const Slots& s, int64_t t) {
-    t *= s.stride;
-    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
-}
-
-constexpr int kAhead = 4;
-
-// Ask for one line per page of a row that comes up in `kAhead` tokens: rows are scattered, and this took a third off
-// a store of 64 or 512 rows of 2 KiB (distances of 2, 4 and 8 were alike).
+// K and V of tokens, each for itself.
 template <Way W>
-inline void touch(const Plan& p, int64_t slot) {
-    const char* row = row_at(W == Way::store ? p.half->dst : p.half->src, slot);
-    for (int64_t o = 0; o < p.row_bytes; o += 4096) __builtin_prefetch(row + o);
-}
+struct Halves {
+    static constexpr int kHalves = 2;
+    const RowJob& job;
+    const Plan plans[2];
 
-// Ask for a whole row.
-inline void fetch(const char* row, int64_t bytes) {
-    for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
-}
+    explicit Halves(const RowJob& j)
+        : job(j), plans{plan<W>(j.half[0], j.loc.size), plan<W>(j.half[1], j.loc.size)} {}
 
-// What one thread does: tokens [begin, end) whose slot belongs to `part` of `parts`, of halves [first, last).
-struct Share {
-    int64_t begin;
-    int64_t end;
-    uint32_t part;
-    uint32_t parts;
-    int first;
-    int last;
-};
-
-// The share of thread `i` of `threads`. A slot's K has one owner and so has its V, and owners go in token order: a
-// slot that comes twice in a store holds the last of its rows, whole. An even number of threads is split into those
-// for K and those for V, which then read it from end to end.
-template <Way W>
-Share share(int64_t tokens, int i, int threads) {
-    if (W == Way::gather) return {tokens * i / threads, tokens * (i + 1) / threads, 0, 1, 0, 2};
-    if (threads % 2) return {0, tokens, uint32_t(i), uint32_t(threads), 0, 2};
-    return {0, tokens, uint32_t(i / 2), uint32_t(threads / 2), i % 2, i % 2 + 1};
-}
-
-template <Way W>
-void do_share(const RowJob& job, const Share& s) {
-    constexpr int kBatch = 256;
-    struct {
-        int64_t token, slot;
-    } picks[kBatch];
-    const Plan plans[2] = {plan<W>(job.half[0], job.loc.size), plan<W>(job.half[1], job.loc.size)};
-    int64_t over = 0;
-    for (int64_t t = s.begin; t < s.end;) {
-        int n = 0;
-        for (; t < s.end && n < kBatch; ++t) {
-            int64_t slot = slot_at(job.loc, t);
-            uint32_t hash = uint32_t(slot) * 0x9E3779B1u;
-            bool mine = W == Way::gather || uint32_t((uint64_t(hash) * s.parts) >> 32) == s.part;
-            over += mine & (s.first == 0) & (slot >= job.end);
-            picks[n] = {t, slot};
-            n += mine & (slot >= job.first) & (slot < job.end);
-        }
-        for (int i = 0; i < n; ++i) {
-            for (int h = s.first; h < s.last; ++h) {
-                const Plan& p = plans[h];
-                if (i + kAhead < n) touch<W>(p, picks[i + kAhead].slot);
-                if (p.fetch_bytes && i + 2 < n) fetch(row_at(p.half->src, picks[i + 2].token), p.fetch_bytes);
-                int64_t from = W == Way::store ? picks[i].token : picks[i].slot;
-                int64_t to = W == Way::store ? picks[i].slot : picks[i].token;
-                do_row(p, row_at(p.half->src, from), row_at(p.half->dst, to), W == Way::store);
-            }
-        }
+    void touch_slot(int64_t slot, int h) const {
+        touch(row_at(W == Way::store ? job.half[h].dst : job.half[h].src, slot), plans[h].row_bytes);
     }
-    if (W == Way::store) end_stream();
-    if (over) __atomic_fetch_add(job.fault, over, __ATOMIC_RELAXED);
-}
-
-template <Way W>
-void do_job(const RowJob& job) {
-    if (job.threads <= 1) return do_share<W>(job, share<W>(job.loc.size, 0, 1));
-#ifdef _OPENMP
-#pragma omp parallel num_threads(job.threads)
-    do_share<W>(job, share<W>(job.loc.size, omp_get_thread_num(), omp_get_num_threads()));
-#endif
-}
+    void fetch_token(int64_t token, int h) const {
+        if (plans[h].fetch_bytes) fetch(row_at(job.half[h].src, token), plans[h].fetch_bytes);
+    }
+    void row(int64_t token, int64_t slot, int h) const {
+        int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;
+        do_row(plans[h], row_at(job.half[h].src, from), row_at(job.half[h].dst, to), W == Way::store);
+    }
+};
 
 // A row is cut into pieces small enough that `count` of one piece fit into the staging buffer. Every piece of every
 // layer is read completely before it is written, and pieces are independent.
@@ -189,6 +116,7 @@ void move(const MoveJob& job) {
 #define PORTAKV_QUOTE(x) #x
 #define PORTAKV_NAME(isa) PORTAKV_QUOTE(isa)
 
-const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {PORTAKV_NAME(PORTAKV_ISA), do_job<Way::store>, do_job<Way::gather>, move};
+const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {PORTAKV_NAME(PORTAKV_ISA), do_job<Way::store, Halves<Way::store>>,
+                                             do_job<Way::gather, Halves<Way::gather>>, move};
 
 }  // namespace portakv

@@ -67,7 +67,7 @@ void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handl
     MoveJob jobs[2];
     int64_t num_rows = -1, widest = 1;
     for (int i = 0; i < 2; ++i) {
-        RowView r = as_rows(views[i], 1, false);
+        RowView r = as_rows(views[i], 1, true);
         if (i == 0) {
             check_dtype(fmt, views[0]);
             num_rows = r.count;

@@ -73,7 +73,7 @@ void check_plain(nb::handle object, const char* name) {
 }
 
 void check_rank(int64_t rank, const char* name) {
-    if (rank > 4) refuse_value(name, "at most 4 axes", std::to_string(rank).c_str());
+    if (rank > 5) refuse_value(name, "at most 5 axes", std::to_string(rank).c_str());
 }
 
 View read_exchange(nb::handle object, const char* name) {

@@ -9,21 +9,21 @@
 
 namespace portakv {
 
-// A CPU tensor of at most four axes, borrowed from a Python object. Strides count elements.
+// A CPU tensor of at most five axes, borrowed from a Python object. Strides count elements.
 struct View {
     const char* name;
     char* data;
     DType dtype;
     int rank;
-    int64_t shape[4];
-    int64_t stride[4];
+    int64_t shape[5];
+    int64_t stride[5];
 };
 
 // Look up torch once, when the module is imported.
 void init_tensors();
 
 // Read `object`, the argument called `name`. TypeError where it is not a plain dense CPU tensor, ValueError where it
-// has more than four axes.
+// has more than five axes.
 View read_tensor(nanobind::handle object, const char* name);
 
 // Which DType a torch.dtype is.

@@ -1,0 +1,99 @@
+// Where rows lie, which thread does which of them, and in what order. Part of kernels.cpp, in whose namespace it stands.
+#pragma once
+
+#include "runs.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace portakv {
+namespace {
+
+inline char* row_at(const Rows& rows, int64_t slot) {
+    if (rows.page == 0) return rows.data + slot * rows.row_stride;
+    return rows.data + slot / rows.page * rows.page_stride + slot % rows.page * rows.row_stride;
+}
+
+inline int64_t slot_at(const Slots& s, int64_t t) {
+    t *= s.stride;
+    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
+}
+
+enum class Way { store, gather };
+
+// What one thread does: tokens [begin, end) whose slot belongs to `part` of `parts`, of halves [first, last).
+struct Share {
+    int64_t begin;
+    int64_t end;
+    uint32_t part;
+    uint32_t parts;
+    int first;
+    int last;
+};
+
+// The share of thread `i` of `threads`. A slot's K has one owner and so has its V, and owners go in token order: a
+// slot that comes twice in a store holds the last of its rows, whole. An even number of threads is split into those
+// for K and those for V, where these are two `halves`; each then reads its source from end to end.
+template <Way W>
+Share share(int64_t tokens, int halves, int i, int threads) {
+    if (W == Way::gather) return {tokens * i / threads, tokens * (i + 1) / threads, 0, 1, 0, halves};
+    if (threads % halves) return {0, tokens, uint32_t(i), uint32_t(threads), 0, halves};
+    return {0, tokens, uint32_t(i / halves), uint32_t(threads / halves), i % halves, i % halves + 1};
+}
+
+constexpr int kAhead = 4;
+
+// Ask for one line per page of a row that comes up in `kAhead` tokens: rows are scattered, and this took a third off
+// a store of 64 or 512 rows of 2 KiB (distances of 2, 4 and 8 were alike).
+inline void touch(const char* row, int64_t bytes) {
+    for (int64_t o = 0; o < bytes; o += 4096) __builtin_prefetch(row + o);
+}
+
+// Ask for a whole row.
+inline void fetch(const char* row, int64_t bytes) {
+    for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
+}
+
+// `Work` says how a half of a row is done, `row(token, slot, half)`, and what to ask for ahead of it.
+template <Way W, class Work>
+void do_share(const RowJob& job, const Share& s) {
+    constexpr int kBatch = 256;
+    struct {
+        int64_t token, slot;
+    } picks[kBatch];
+    const Work work(job);
+    int64_t over = 0;
+    for (int64_t t = s.begin; t < s.end;) {
+        int n = 0;
+        for (; t < s.end && n < kBatch; ++t) {
+            int64_t slot = slot_at(job.loc, t);
+            uint32_t hash = uint32_t(slot) * 0x9E3779B1u;
+            bool mine = W == Way::gather || uint32_t((uint64_t(hash) * s.parts) >> 32) == s.part;
+            over += mine & (s.first == 0) & (slot >= job.end);
+            picks[n] = {t, slot};
+            n += mine & (slot >= job.first) & (slot < job.end);
+        }
+        for (int i = 0; i < n; ++i) {
+            for (int h = s.first; h < s.last; ++h) {
+                if (i + kAhead < n) work.touch_slot(picks[i + kAhead].slot, h);
+                if (i + 2 < n) work.fetch_token(picks[i + 2].token, h);
+                work.row(picks[i].token, picks[i].slot, h);
+            }
+        }
+    }
+    if (W == Way::store) end_stream();
+    if (over) __atomic_fetch_add(job.fault, over, __ATOMIC_RELAXED);
+}
+
+template <Way W, class Work>
+void do_job(const RowJob& job) {
+    if (job.threads <= 1) return do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, 0, 1));
+#ifdef _OPENMP
+#pragma omp parallel num_threads(job.threads)
+    do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, omp_get_thread_num(), omp_get_num_threads()));
+#endif
+}
+
+}  // namespace
+}  // namespace portakv
