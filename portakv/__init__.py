@@ -1,5 +1,6 @@
 """portakv: one KV-cache pool for hybrid models, with the same bytes on every device."""
 
+from portakv import parallel
 from portakv.compile import warmup
 from portakv.device import DEVICE, DeviceKind
 from portakv.dispatch import explain
@@ -16,7 +17,7 @@ from portakv.errors import (
 )
 from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, resolve_write_loc
 
 __all__ = [
     "DEVICE",
@@ -36,5 +37,7 @@ __all__ = [
     "StaleWriteLoc",
     "explain",
     "layers_from_config",
+    "parallel",
+    "resolve_write_loc",
     "warmup",
 ]

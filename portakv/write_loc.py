@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from portakv.formats import INDEX_DTYPES
+
+if TYPE_CHECKING:
+    from portakv.pool import HybridKVPool
 
 Translate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None]
 """`(loc, swa_out, loc_out, swa_twin, loc_twin)`: op `translate_loc` with a pool's mapping and faults bound."""
@@ -97,6 +101,48 @@ class GraphWriteLoc:
 
 
 WriteLoc = KVWriteLoc | GraphWriteLoc
+
+
+def resolve_write_loc(
+    pool: HybridKVPool,
+    loc: torch.Tensor | None,
+    plan: WriteLoc | None = None,
+    *,
+    idle: bool = False,
+    index_dtype: torch.dtype = torch.int32,
+) -> WriteLoc:
+    """The write locations of a forward that may have come with a plan; called once, when it starts.
+
+    `loc` is the batch's full slots `[T]` as `pool.plan_write` takes them, `None` without any; `plan` the locations that
+    travelled with the batch; `idle` says that this rank has no requests, only padding. Four cases, those of SGLang's
+    DeepSeek-V4 backend (`get_swa_out_cache_loc` in `layers/attention/deepseek_v4_backend.py`):
+
+    - no plan: translated now;
+    - a plan for as many tokens: taken as it is, and cast only if it has another width than `index_dtype`;
+    - a plan for another number of tokens, as before DP padding, or without the SWA side: translated now;
+    - idle: a plan is left over from another batch, so padding is translated now; no tokens need no launch at all.
+
+    The result has as many tokens as `loc`. Raises as `pool.plan_write` does, and `TypeError` for a plan that is none.
+    """
+    if index_dtype not in INDEX_DTYPES:
+        raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+    if plan is not None and not isinstance(plan, (KVWriteLoc, GraphWriteLoc)):
+        raise TypeError(f"plan: expected a KVWriteLoc, a GraphWriteLoc or None, got {type(plan).__name__}")
+    if loc is not None:
+        check_slots("loc", loc)
+    if loc is None or loc.shape[0] == 0:
+        empty = torch.empty(0, dtype=index_dtype, device=pool.device)
+        return planned(empty, empty if pool.has_swa else None)
+    usable = (
+        plan is not None and not idle and len(plan) == loc.shape[0] and (plan.swa_loc is not None or not pool.has_swa)
+    )
+    if plan is None or not usable:
+        return pool.plan_write(loc, index_dtype)
+    if plan.loc.dtype is index_dtype:
+        return plan
+    if index_dtype is torch.int32:
+        return pool.cast_write_loc(plan)
+    return planned(plan.loc.long(), None if plan.swa_loc is None else plan.swa_loc.long())
 
 
 def check_slots(name: str, slots: torch.Tensor) -> None:

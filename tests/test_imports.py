@@ -104,6 +104,7 @@ LAYERS = (
     {"allocator", "write_loc", "groups", "checks"},
     {"transfer"},
     {"pool"},
+    {"parallel"},
 )
 """Each module imports from its own set and from those above, never from one below."""
 

@@ -1,0 +1,230 @@
+"""Context parallelism: each rank computes a zigzag part of a batch's new K and V, and every rank stores all of it.
+
+Of n ranks, rank r has chunks r and 2n-1-r of the 2n chunks of each sequence, so that causal attention costs every rank
+about the same. A sequence of T tokens is cut into chunks of T // 2n tokens, the first T % 2n of them one token longer.
+A rank's rows are the chunks r of all sequences in batch order, then the chunks 2n-1-r, as SGLang orders them
+(`prepare_context_parallel_metadata` in `layers/utils/cp_utils.py`).
+
+Tensor parallelism needs nothing of this: a pool whose LayerSpecs count a rank's KV heads stores `k[:, first:last]`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from portakv import checks
+from portakv import device as devices
+from portakv.arrays import Ints, IntsLike, as_int, as_ints, ranges, require
+from portakv.errors import MissingSwaLoc
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
+from portakv.groups import Layer
+from portakv.pool import HybridKVPool
+from portakv.write_loc import KVWriteLoc, WriteLoc
+
+Tensor = torch.Tensor
+
+DTYPES = (*FLOAT_DTYPES, *FP8_DIALECTS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZigzagWriteLoc:
+    """The write locations of a forward in the order in which `group` gathers rows; made by `plan_zigzag_write`.
+
+    `rows[r]` is how many rows rank r brings. In `write_loc` each rank's slots stand behind a -1 for its header and are
+    padded with -1 to the most rows that any rank has. `dtype` is that of the K and V rows.
+    """
+
+    write_loc: KVWriteLoc
+    rows: tuple[int, ...]
+    rank: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+    _buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def buffers(self, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Bytes to send `[1 + most rows, row_bytes]` and to get, `[ranks * that, row_bytes]`; kept for later layers."""
+        if row_bytes not in self._buffers:
+            shape = (1 + max(self.rows), row_bytes)
+            self._buffers[row_bytes] = (
+                torch.empty(shape, dtype=torch.uint8, device=self.write_loc.loc.device),
+                torch.empty(
+                    (len(self.rows) * shape[0], row_bytes), dtype=torch.uint8, device=self.write_loc.loc.device
+                ),
+            )
+        return self._buffers[row_bytes]
+
+
+def zigzag_split(x: Tensor, rank: int, world: int, seq_lens: IntsLike | None = None) -> Tensor:
+    """The rows of `x [T, ...]` that `rank` of `world` ranks computes, in the order in which it hands K and V over.
+
+    `seq_lens [B]` are the tokens of each sequence, one after another in `x`; without them `x` is one sequence. Raises
+    `ValueError` for lengths that do not add up to T, or no such rank.
+    """
+    if not 0 <= as_int("rank", rank, 0) < as_int("world", world, 1):
+        raise ValueError(f"rank: expected one below {world}, got {rank}")
+    order = _zigzag_order(_lens(seq_lens, x.shape[0]), rank, world)
+    return x[devices.upload(torch.from_numpy(order), x.device)]
+
+
+def plan_zigzag_write(
+    pool: HybridKVPool,
+    write_loc: WriteLoc,
+    dtype: torch.dtype,
+    seq_lens: IntsLike | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ZigzagWriteLoc:
+    """The gathered order of a forward's locations; each rank of `group` calls it, once per forward.
+
+    `write_loc` are the locations of all T tokens of the batch in token order, `dtype` that of the K and V to come,
+    `seq_lens [B]` as for `zigzag_split`. One small all-reduce compares the arguments, and waits for the device: where
+    ranks disagree, or one of them was refused, every rank raises `ValueError` or its own refusal.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group: expected a process group that this rank belongs to")
+    try:
+        checks.require_location("write_loc", write_loc)
+        lens = _lens(seq_lens, len(write_loc))
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype: expected one of {[str(d) for d in DTYPES]}, got {dtype!r}")
+    except (TypeError, ValueError):
+        _compare(None, pool.device, group)  # the others would wait for this rank
+        raise
+    formats = ",".join(f"{g.side}/{g.fmt.tag}/{g.layers}" for g in pool.groups)
+    _compare(
+        {
+            "write_loc": len(write_loc),
+            "seq_lens": zlib.crc32(lens.tobytes()),
+            "dtype": DTYPES.index(dtype),
+            "pool": zlib.crc32(formats.encode()),
+        },
+        pool.device,
+        group,
+    )
+    parts = [_zigzag_order(lens, r, world) for r in range(world)]
+    most = max(part.size for part in parts)
+    order = np.full((world, 1 + most), len(write_loc))  # the index of the -1 that is added behind the slots
+    for r, part in enumerate(parts):
+        order[r, 1 : 1 + part.size] = part
+    index = devices.upload(torch.from_numpy(order).flatten(), pool.device)
+    loc, swa_loc = (
+        None if slots is None else torch.cat((slots, slots.new_full((1,), -1)))[index]
+        for slots in (write_loc.loc, write_loc.swa_loc)
+    )
+    assert loc is not None
+    return ZigzagWriteLoc(KVWriteLoc(loc, swa_loc), tuple(part.size for part in parts), rank, dtype, group)
+
+
+def cp_allgather_and_save_kv(
+    pool: HybridKVPool,
+    layer_id: int,
+    write_loc: WriteLoc | ZigzagWriteLoc,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Gather all ranks' K and V of one layer in one all-gather and store the whole batch, in one launch.
+
+    `k [T_r, H, D]` and `v [T_r, H, Dv]` are this rank's rows as `zigzag_split` cuts them, with any strides but a dense
+    last axis. `write_loc` is what `plan_zigzag_write` made for this forward; the locations of all T tokens of one
+    sequence will do too and are planned in the call, at the price of that plan for every layer. `group` is read only
+    then; None is the default group.
+
+    Rows travel in their own dtype and byte for byte, and rank order is undone by the order of the locations, so every
+    rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch.
+
+    Raises as `set_kv_buffer` does. A rank whose rows are refused still takes part, and every other rank raises
+    `ValueError`; nothing is written then. To know that, a pool on an accelerator would have to wait for each gather: it
+    does so in checked mode, and otherwise a refused rank raises at once and leaves the others to the group's timeout.
+    """
+    layer = pool._layers.get(layer_id) if type(layer_id) is int else None
+    if layer is None:
+        raise pool._no_storage(layer_id)
+    if isinstance(write_loc, ZigzagWriteLoc):
+        plan = write_loc
+    else:
+        plan = plan_zigzag_write(pool, write_loc, getattr(k, "dtype", None), group=group)  # type: ignore[arg-type]
+    if not any(plan.rows):
+        return
+    hears = pool.check or devices.shares_host_memory(pool.device)
+    refusal = _refusal(pool, layer_id, layer, plan, k, v)
+    if refusal is not None and not hears:
+        raise refusal
+    (heads, dim), (_, v_dim) = layer.k_tail, layer.v_tail
+    split = heads * dim * plan.dtype.itemsize
+    send, gathered = plan.buffers(split + heads * v_dim * plan.dtype.itemsize)
+    if refusal is None:
+        own = send[1 : 1 + plan.rows[plan.rank]]
+        for part, x in ((own[:, :split], k), (own[:, split:], v)):
+            _by_head(part, heads).copy_(x.view(torch.uint8))
+    if hears:
+        send[0, 0] = 0 if refusal else 1 + layer_id % 255
+    # torch 2.13 renamed it.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(gathered, send, group=plan.group)
+    if refusal is not None:
+        raise refusal
+    if hears:
+        headers = gathered[:: send.shape[0], 0].tolist()
+        odd = [rank for rank, header in enumerate(headers) if header != headers[plan.rank]]
+        if odd:
+            raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
+    rows = [_by_head(part.view(plan.dtype), heads) for part in (gathered[:, :split], gathered[:, split:])]
+    pool.set_kv_buffer(layer_id, plan.write_loc, *rows)
+
+
+def _refusal(
+    pool: HybridKVPool, layer_id: int, layer: Layer, plan: ZigzagWriteLoc, k: Tensor, v: Tensor
+) -> Exception | None:
+    """What is wrong with this rank's rows or locations."""
+    try:
+        own = checks.side_slots("write_loc", layer_id, layer, plan.write_loc)[: plan.rows[plan.rank]]
+        checks.check_rows(("k", "v", "write_loc"), layer, own, k, v, layer.sources, pool.device)
+    except (TypeError, ValueError, MissingSwaLoc) as e:
+        return e
+    return None if k.dtype is plan.dtype else TypeError(f"k: expected {plan.dtype} as planned, got {k.dtype}")
+
+
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    return rows.view(len(rows), heads, rows.shape[1] // heads)
+
+
+def _lens(seq_lens: IntsLike | None, num_tokens: int) -> Ints:
+    lens = as_ints("seq_lens", [num_tokens] if seq_lens is None else seq_lens)
+    require(lens >= 0, "seq_lens", "lengths of at least 0", lens)
+    if lens.sum() != num_tokens:
+        raise ValueError(f"seq_lens: expected {num_tokens} tokens in all, got {lens.sum()}")
+    return lens
+
+
+def _zigzag_order(lens: Ints, rank: int, world: int) -> Ints:
+    """The token that each row of `rank` is, in a batch of sequences of `lens` tokens."""
+    short, longer = np.divmod(lens, 2 * world)
+    first = np.cumsum(lens) - lens
+    chunks = (rank, 2 * world - 1 - rank)
+    starts = [first + chunk * short + np.minimum(chunk, longer) for chunk in chunks]
+    return ranges(np.concatenate(starts), np.concatenate([short + (chunk < longer) for chunk in chunks]))
+
+
+_COMPARED = ("write_loc", "seq_lens", "dtype", "pool")
+
+
+def _compare(mine: dict[str, int] | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless all have the same numbers; with None, only let the others know of a refusal."""
+    values = torch.tensor([-1] * len(_COMPARED) if mine is None else [mine[name] for name in _COMPARED])
+    both = torch.cat((values, -values)).to(device)
+    dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
+    if mine is None:
+        return
+    low, high = both.view(2, -1).tolist()
+    if min(low) < 0:
+        raise ValueError("write_loc, seq_lens, dtype: expected arguments that every rank takes, refused on another")
+    for name, least, most in zip(_COMPARED, low, high, strict=True):
+        if least != -most:
+            got = f"{least} to {-most} tokens" if name == "write_loc" else "others"
+            raise ValueError(f"{name}: expected the same on every rank, got {got}")
