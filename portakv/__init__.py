@@ -15,11 +15,14 @@ from portakv.errors import (
     SlotOwnership,
     StaleWriteLoc,
 )
+from portakv.formats import Structure
 from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
+from portakv.read_plan import CONSUMERS, ReadIndices, ReadPlan, ReadStyle
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, resolve_write_loc
 
 __all__ = [
+    "CONSUMERS",
     "DEVICE",
     "DeviceKind",
     "DeviceUnavailable",
@@ -32,9 +35,13 @@ __all__ = [
     "NoKernel",
     "OutOfSlots",
     "PortaKVError",
+    "ReadIndices",
+    "ReadPlan",
+    "ReadStyle",
     "SlotFault",
     "SlotOwnership",
     "StaleWriteLoc",
+    "Structure",
     "explain",
     "layers_from_config",
     "parallel",

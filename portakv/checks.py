@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from portakv.device import DeviceFacts, fp8_dialect
-from portakv.errors import MissingSwaLoc, SlotFault, StaleWriteLoc
+from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, Layout
-from portakv.groups import Layer
+from portakv.groups import Layer, LayerGroup
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc
 
@@ -152,6 +152,17 @@ def check_distinct(name: str, slots: torch.Tensor, page_size: int) -> None:
         raise SlotFault(f"{name}: expected each slot once, got slot {twice[0]} twice")
 
 
+def check_store(
+    layer: Layer, write_loc: WriteLoc, loc: torch.Tensor, page_size: int, mapping: npt.NDArray[np.int64]
+) -> None:
+    """Raise for slots of a store, `loc` those of the layer's side, that are out of range, twice there, or stale."""
+    name = "swa_loc" if layer.on_swa else "loc"
+    check_range(name, loc, layer.num_rows)
+    check_distinct(name, loc, page_size)
+    if layer.on_swa:
+        check_fresh(write_loc.loc, loc, mapping)
+
+
 def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:
     """Raise `StaleWriteLoc` unless `swa_loc` is what `mapping` says of `loc` now."""
     full, swa = host(loc), host(swa_loc)
@@ -163,6 +174,15 @@ def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[n
         raise StaleWriteLoc(
             f"write_loc[{at}]: slot {full[at]} was translated to {swa[at]}, the mapping says {live[at]} now"
         )
+
+
+def check_storage(groups: Sequence[LayerGroup], on_device: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:
+    """Raise `IntegrityError` unless the device's mapping is the host's and every reserved row is still zero."""
+    if not np.array_equal(host(on_device), mapping):
+        raise IntegrityError("full_to_swa on the device differs from the allocator's mapping")
+    for group in groups:
+        if any(page.any() for page in group.reserved):
+            raise IntegrityError(f"a reserved row of layers {group.layers} was written")
 
 
 def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_size: int | None) -> None:

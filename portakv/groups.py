@@ -11,7 +11,8 @@ import torch
 
 from portakv import device as devices
 from portakv import dispatch
-from portakv.formats import KVFormat, Layout
+from portakv.allocator import HybridSlotAllocator
+from portakv.formats import FAULT_KINDS, KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
 
 Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
@@ -135,9 +136,9 @@ def fit_sizes(
     budget: int,
     swa_ratio: float | None,
     page_size: int,
-    slot_bytes: Callable[[int, int | None], int],
+    device: torch.device,
 ) -> tuple[int, int | None]:
-    """The largest `size`, and `swa_size = size * swa_ratio`, whose buffers and `slot_bytes` stay within `budget` bytes.
+    """The largest `size`, and `swa_size = size * swa_ratio`, whose pool stays within `budget` bytes.
 
     Raises `ValueError` if not one page fits.
     """
@@ -147,8 +148,11 @@ def fit_sizes(
     if swa_ratio is not None and not 0 < swa_ratio <= 1:
         raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
     page_bytes = {"full": 0, "swa": 0}
+    fixed = 8 * len(FAULT_KINDS)
     for (side, fmt), ids in groups.items():
         page_bytes[side] += len(ids) * fmt.nbytes(page_size)
+        fixed += 16 * fmt.num_kv_heads * len(ids)  # scales
+    map_bytes = 0 if devices.shares_host_memory(device) else 8  # the mapping's copy on the device
 
     def sizes(pages: int) -> tuple[int, int | None]:
         size = pages * page_size
@@ -157,7 +161,8 @@ def fit_sizes(
     def cost(pages: int) -> int:
         size, swa_size = sizes(pages)
         swa_pages = (swa_size or 0) // page_size + 1
-        return page_bytes["full"] * (pages + 1) + page_bytes["swa"] * swa_pages + slot_bytes(size, swa_size)
+        slots = HybridSlotAllocator.host_bytes(size, swa_size, page_size) + map_bytes * (size + page_size + 1)
+        return page_bytes["full"] * (pages + 1) + page_bytes["swa"] * swa_pages + slots + fixed
 
     pages = bisect.bisect_right(range(1, budget), budget, key=cost)
     if pages == 0:

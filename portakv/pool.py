@@ -12,12 +12,12 @@ import torch
 from portakv import checks, dispatch, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
-from portakv.errors import IntegrityError, OutOfSlots
-from portakv.formats import FAULT_KINDS, INDEX_DTYPES
+from portakv.formats import FAULT_KINDS, INDEX_DTYPES, Structure
 from portakv.groups import Layer, allocate_group, fit_sizes, plan_groups
 from portakv.layers import LayerSpec, check_positive
+from portakv.read_plan import Lengths, ReadPlan, ReadPlanner, ReadStyle, read_style
 from portakv.transfer import HostCopy
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, to_device
 
 Tensor = torch.Tensor
 Scale = float | Tensor | None
@@ -30,10 +30,9 @@ class HybridKVPool:
     pages; each side has one reserved page more, whose first slot is PAD. Without `swa_size` every layer lives on the
     full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
     for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`; "rows" holds MLA layers as
-    "mla" rows. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch,
-    which waits for the device. `kernels` maps an op to the row that must serve it; `strict` forbids automatic
-    reference rows. `slots_of` attaches this pool to another one's slots, as a draft model's beside its target's: one
-    allocator, one mapping, sizes no smaller.
+    "mla" rows. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device.
+    `kernels` maps an op to the row that must serve it; `strict` forbids automatic reference rows. `slots_of` attaches
+    this pool to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
 
     Raises `TypeError` and `ValueError` for arguments that make no pool, or one that could never serve one request,
     `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
@@ -68,10 +67,7 @@ class HybridKVPool:
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
         common = dispatch.select_all(found, kernels, strict)
-        rows = {
-            "full": size // page_size * page_size + page_size,
-            "swa": (swa_size or 0) // page_size * page_size + page_size,
-        }
+        rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1], rows[key[0]]) for key in groups}
         # A format that a row cannot store may send one group elsewhere: every row in use is named.
         self.kernels = {op: ", ".join(dict.fromkeys(c[op].row.name for c in chosen.values())) for op in common}
@@ -102,6 +98,11 @@ class HybridKVPool:
         self._readable = self._layers | {
             i: self._layers[spec.alias_of] for i, spec in enumerate(self.layers) if spec.alias_of is not None
         }
+        # On the reference until the table has rows for it.
+        build_read = dispatch.load(
+            "build_read", common.get("build_read", dispatch.Selection(dispatch.REFERENCE, (), True))
+        )
+        self._planner = ReadPlanner(self.layers, self._readable, self.full_to_swa, self._faults, build_read)
 
     @classmethod
     def fit(
@@ -125,14 +126,7 @@ class HybridKVPool:
         storage = checks.storage_dtype(dtype, devices.facts(target))
         specs, lies = checks.pool_layers(layers), checks.pool_layout(layout)
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
-        fixed = 8 * len(FAULT_KINDS) + sum(16 * fmt.num_kv_heads * len(ids) for (_, fmt), ids in groups.items())
-        per_row = 0 if devices.shares_host_memory(target) else 8  # the mapping's copy on the device
-
-        def slot_bytes(size: int, swa_size: int | None) -> int:
-            host = HybridSlotAllocator.host_bytes(size, swa_size, page_size)
-            return host + per_row * (size + page_size + 1) + fixed
-
-        size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, slot_bytes)
+        size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
         options |= {"page_size": page_size, "dtype": storage, "layout": layout, "device": target}
         return cls(layers, size=size, swa_size=swa_size, **options)
 
@@ -161,7 +155,7 @@ class HybridKVPool:
         check_slots("loc", loc)
         if index_dtype not in INDEX_DTYPES:
             raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
-        loc = self._to_device(loc)
+        loc = to_device(loc, self.device)
         copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
         if copy is None and not self.has_swa:
             if self._checking():
@@ -178,15 +172,68 @@ class HybridKVPool:
     def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
         checks.require_location("write_loc", write_loc)
-        loc, swa_loc = (
-            None if slots is None else torch.empty_like(slots, dtype=torch.int32)
-            for slots in (write_loc.loc, write_loc.swa_loc)
-        )
-        assert loc is not None
+        loc = torch.empty_like(write_loc.loc, dtype=torch.int32)
         self._cast_loc(write_loc.loc, loc, self._faults)
-        if swa_loc is not None:
-            self._cast_loc(write_loc.swa_loc, swa_loc, self._faults)
+        if write_loc.swa_loc is None:
+            return planned(loc, None)
+        swa_loc = torch.empty_like(write_loc.swa_loc, dtype=torch.int32)
+        self._cast_loc(write_loc.swa_loc, swa_loc, self._faults)
         return planned(loc, swa_loc)
+
+    def plan_read(
+        self,
+        req_to_token: Tensor,
+        req_rows: Tensor,
+        seq_lens: Tensor,
+        query_lens: Lengths = None,
+        *,
+        extra_lens: Lengths = None,
+        prefix_only: bool = False,
+        consumer: str | ReadStyle | None = None,
+        structure: Structure | None = None,
+        index_dtype: torch.dtype | None = None,
+        pad: int | None = None,
+        max_len: int | None = None,
+        max_query_len: int | None = None,
+        out: ReadPlan | None = None,
+    ) -> ReadPlan:
+        """What each layer's attention reads, once per forward: one launch for each side and window of the layers.
+
+        `req_to_token [R, C]`, on the pool's device, holds the full slot of each request and position; sequence b is its
+        row `req_rows[b]`. `seq_lens [B]` counts tokens, the queries among them: the last `query_lens` (default 1).
+        `extra_lens` tokens come on top, where seq_lens counts what is committed only (a verify's drafts, a chunk in
+        prefill), and are the queries unless said otherwise. `prefix_only` leaves out the queries' own keys. Lengths are
+        tensors, or one int for all.
+
+        `consumer` (default "flashattention") is a name of CONSUMERS or a ReadStyle; `structure`, `index_dtype` and
+        `pad` override its choices. Lengths on the host are checked, and buffers fit them. Those on the device are not
+        read back: `max_len` (default C) and `max_query_len` bound each sequence, and what goes past is cut and counted.
+        `out`, a plan of this pool and style, is filled in place and all its tails are reset.
+
+        Raises `ValueError` and `TypeError`, before anything is written.
+        """
+        style = read_style(consumer, structure, index_dtype, pad, out)
+        columns = {"req_rows": req_rows, "seq_lens": seq_lens, "extra_lens": extra_lens, "query_lens": query_lens}
+        bounds = (max_len, max_query_len)
+        return self._planner.plan(req_to_token, columns, style, prefix_only, *bounds, out, self._checking())
+
+    def graph_read_plan(
+        self,
+        max_reqs: int,
+        max_len: int,
+        *,
+        max_query_len: int = 1,
+        consumer: str | ReadStyle | None = None,
+        structure: Structure | None = None,
+        index_dtype: torch.dtype | None = None,
+        pad: int | None = None,
+    ) -> ReadPlan:
+        """A plan at fixed addresses for captured graphs; `plan_read(…, out=plan)` fills it, before a replay or inside.
+
+        It holds `max_reqs` sequences of `max_len` tokens with `max_query_len` queries, and starts empty.
+        """
+        style = read_style(consumer, structure, index_dtype, pad)
+        return self._planner.graph_plan(style, max_reqs, max_len, max_query_len)
 
     def set_kv_buffer(self, layer_id: int, write_loc: WriteLoc, k: Tensor, v: Tensor) -> None:
         """Store `k [T, H, D]` and `v [T, H, Dv]` at the layer's locations, in one launch.
@@ -207,7 +254,7 @@ class HybridKVPool:
             if checking or not layer.store_checks:
                 checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
             if checking:
-                self._check_store(layer, write_loc, loc)
+                checks.check_store(layer, write_loc, loc, self.page_size, self.allocator.mapping)
             layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
         except (AttributeError, TypeError, ValueError):
             # Refused: once more in full, to name this call's arguments.
@@ -270,15 +317,8 @@ class HybridKVPool:
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:
             raise self._no_storage(layer_id)
-        k, v = (
-            checks.scales(name, scale, layer.k_tail[0]) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-        )
-        for own, value in (
-            (layer.k_scale, k),
-            (layer.v_scale, v),
-            (layer.k_inv, 1 / k),
-            (layer.v_inv, 1 / v),
-        ):
+        k, v = (checks.scales(*named, layer.k_tail[0]) for named in (("k_scale", k_scale), ("v_scale", v_scale)))
+        for own, value in ((layer.k_scale, k), (layer.v_scale, v), (layer.k_inv, 1 / k), (layer.v_inv, 1 / v)):
             own.copy_(value)
 
     # Between forwards.
@@ -293,8 +333,7 @@ class HybridKVPool:
         if self._checking():
             checks.check_distinct("tgt", to.loc, self.page_size)
         for group in self.groups:
-            swa = group.side == "swa"
-            write, read = (to.swa_loc, source.swa_loc) if swa else (to.loc, source.loc)
+            write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
             group.move(group.k_caches, group.v_caches, write, read, self._faults, group.fmt)
 
     def copy_to_host(self, slots: Tensor) -> HostCopy:
@@ -312,17 +351,7 @@ class HybridKVPool:
         Returns the full slots. With `slots`, as of a pool that shares them and was loaded first, those are filled and
         nothing is allocated. Raises `OutOfSlots`, `SlotOwnership`, or `ValueError` for a copy of other formats.
         """
-        transfer.check_copy(self.groups, copy, slots)
-        if slots is None:
-            transfer.check_pages(copy, self.page_size)
-            slots = self.allocator.alloc(len(copy.live), swa_tail=0)
-            try:
-                self.allocator.restore_swa(slots[torch.from_numpy(copy.live)])
-            except OutOfSlots:
-                self.allocator.free(slots)
-                raise
-        else:
-            self.allocator.require_owned(slots)
+        slots = transfer.slots_for(self.groups, copy, self.allocator, slots)
         transfer.load_from_host(self.groups, copy, self.plan_write(slots), self._faults)
         return slots
 
@@ -341,38 +370,17 @@ class HybridKVPool:
         """Raise `IntegrityError` unless every slot is free or owned, exactly once, the device's mapping is the
         allocator's, and the reserved pages are still zero."""
         self.allocator.check_integrity()
-        if not np.array_equal(checks.host(self.full_to_swa), self.allocator.mapping):
-            raise IntegrityError("full_to_swa on the device differs from the allocator's mapping")
-        for group in self.groups:
-            if any(page.any() for page in group.reserved):
-                raise IntegrityError(f"a reserved row of layers {group.layers} was written")
+        checks.check_storage(self.groups, self.full_to_swa, self.allocator.mapping)
 
     def _patch(self, slots: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
         """Bring an edit of the host's mapping to the device, behind what the current stream already launched."""
         edit = devices.upload(torch.from_numpy(np.stack((slots, values))), self.device)
         self._patch_map(self.full_to_swa, edit[0], edit[1])
 
-    def _translate(
-        self,
-        loc: Tensor,
-        swa_out: Tensor,
-        loc_out: Tensor | None,
-        swa_twin: Tensor | None,
-        loc_twin: Tensor | None,
-    ) -> None:
+    def _translate(self, loc: Tensor, *outs: Tensor | None) -> None:
         if self._checking():
             checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
-        self._translate_loc(self.full_to_swa, self._to_device(loc), swa_out, loc_out, swa_twin, loc_twin, self._faults)
-
-    def _to_device(self, slots: Tensor) -> Tensor:
-        if slots.device == self.device:
-            return slots
-        if not devices.shares_host_memory(slots.device):
-            raise ValueError(f"loc: expected a tensor on the host or on {self.device}, got {slots.device}")
-        if devices.is_capturing(self.device):
-            # A replay would read the host's buffer again, whatever it holds by then.
-            raise ValueError(f"loc: expected slots on {self.device} while a graph is captured, got {slots.device}")
-        return devices.upload(slots, self.device)
+        self._translate_loc(self.full_to_swa, to_device(loc, self.device), *outs, self._faults)
 
     def _read(self, layer_id: int) -> Layer:
         if type(layer_id) is not int or layer_id not in self._readable:
@@ -390,10 +398,3 @@ class HybridKVPool:
     def _checking(self) -> bool:
         """Checked mode reads slots back, which nothing can do while a graph is captured."""
         return self.check and not devices.is_capturing(self.device)
-
-    def _check_store(self, layer: Layer, write_loc: WriteLoc, loc: Tensor) -> None:
-        name = "swa_loc" if layer.on_swa else "loc"
-        checks.check_range(name, loc, layer.num_rows)
-        checks.check_distinct(name, loc, self.page_size)
-        if layer.on_swa:
-            checks.check_fresh(write_loc.loc, loc, self.allocator.mapping)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portakv.allocator import HybridSlotAllocator
+from portakv.errors import OutOfSlots
 from portakv.groups import LayerGroup
 from portakv.write_loc import KVWriteLoc
 
@@ -104,6 +106,24 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
             k, v = (x[i].to(group.k_caches.device) for x in (keys, values))
             k_inv, v_inv = group.scales[2:, i]
             group.store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.fmt)
+
+
+def slots_for(
+    groups: Sequence[LayerGroup], copy: HostCopy, allocator: HybridSlotAllocator, slots: torch.Tensor | None
+) -> torch.Tensor:
+    """Full slots for the tokens of `copy`, handed out already or new, with SWA peers where it has them."""
+    check_copy(groups, copy, slots)
+    if slots is not None:
+        allocator.require_owned(slots)
+        return slots
+    check_pages(copy, allocator.page_size)
+    slots = allocator.alloc(len(copy.live), swa_tail=0)
+    try:
+        allocator.restore_swa(slots[torch.from_numpy(copy.live)])
+    except OutOfSlots:
+        allocator.free(slots)
+        raise
+    return slots
 
 
 def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from portakv import device as devices
 from portakv.formats import INDEX_DTYPES
 
 if TYPE_CHECKING:
@@ -152,3 +153,15 @@ def check_slots(name: str, slots: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
     if slots.dim() != 1:
         raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")
+
+
+def to_device(loc: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Slots of the host or of `device`, on `device`."""
+    if loc.device == device:
+        return loc
+    if not devices.shares_host_memory(loc.device):
+        raise ValueError(f"loc: expected a tensor on the host or on {device}, got {loc.device}")
+    if devices.is_capturing(device):
+        # A replay would read the host's buffer again, whatever it holds by then.
+        raise ValueError(f"loc: expected slots on {device} while a graph is captured, got {loc.device}")
+    return devices.upload(loc, device)

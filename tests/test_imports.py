@@ -102,7 +102,7 @@ LAYERS = (
     {"device"},
     {"dispatch", "pages"},
     {"allocator", "write_loc", "groups", "checks"},
-    {"transfer"},
+    {"transfer", "read_plan"},
     {"pool"},
     {"parallel"},
 )

@@ -1,0 +1,393 @@
+"""What a forward reads: ReadPlan, made once per forward for the full side and each window; CONSUMERS, by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from portakv import device as devices
+from portakv.arrays import Ints, as_int, require
+from portakv.formats import INDEX_DTYPES, PAD, ReadFormat, Structure
+from portakv.groups import Layer
+from portakv.layers import LayerSpec
+
+Tensor = torch.Tensor
+Lengths = Tensor | int | None
+Key = tuple[str, int | None]
+"""(side, window): layers of one key read the same indices."""
+
+RAGGED, PAGES, ROWS, QUERY_ROWS = Structure
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStyle:
+    """How an attention consumer is told what it reads.
+
+    `full` and `window` are the structures of full and of sliding-window layers, in `index_dtype`; unused places hold
+    `pad`, 0 or -1. `write_dtype` is the width of the write locations it takes: `plan_write(loc, style.write_dtype)`. It
+    computes element offsets into a cache in signed integers of `offset_bits`. Its page size must divide
+    `page_divides`, and the columns of its QUERY_ROWS are a multiple of `column_multiple`. `decode_keys_short` is by how
+    many keys SGLang's own plan for it falls short of the window in decode; plans here never do.
+    """
+
+    full: Structure
+    window: Structure
+    index_dtype: torch.dtype = torch.int32
+    write_dtype: torch.dtype = torch.int64
+    pad: int = PAD
+    offset_bits: int = 64
+    page_divides: int | None = None
+    column_multiple: int = 1
+    decode_keys_short: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("full", "window"):
+            if not isinstance(getattr(self, name), Structure):
+                raise TypeError(f"{name}: expected a Structure, got {getattr(self, name)!r}")
+        for name in ("index_dtype", "write_dtype"):
+            if getattr(self, name) not in INDEX_DTYPES:
+                raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {getattr(self, name)!r}")
+        for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {getattr(self, name)!r}")
+        as_int("column_multiple", self.column_multiple, 1)
+
+
+CONSUMERS: dict[str, ReadStyle] = {
+    # What SGLang 0.5.23 hands each of its attention backends (srt/layers/attention/<name>_backend.py, and
+    # srt/hardware_backend/npu for ascend), and where a public thread tells of a limit, that thread.
+    "triton": ReadStyle(RAGGED, RAGGED, torch.int64, decode_keys_short=1),  # update_sliding_window_buffer: config - 1
+    "flashinfer": ReadStyle(RAGGED, RAGGED),  # page offsets are size_t; MLA's since flashinfer #3136
+    "flashattention": ReadStyle(PAGES, PAGES),
+    # SGLang's page-table kernel works on 4096 tokens at a time (kernels/ops/attention/trtllm_mha_page_table.py).
+    "trtllm_mha": ReadStyle(PAGES, PAGES, page_divides=4096),
+    # Its paged decode takes no window (_reject_paged_decode_sliding_window); 32-bit offsets: aiter #2517, #2608.
+    "aiter": ReadStyle(PAGES, RAGGED, offset_bits=32),
+    "intel_xpu": ReadStyle(PAGES, PAGES),
+    "intel_amx": ReadStyle(ROWS, ROWS, torch.int64),
+    "torch_native": ReadStyle(ROWS, ROWS, torch.int64),
+    "musa": ReadStyle(PAGES, PAGES),
+    "ascend": ReadStyle(PAGES, PAGES, write_dtype=torch.int32),
+    # FlashMLA has no window argument: its sparse kernels take a row of slots per query, -1 for none, in multiples of 64
+    # (PAGE_INDEX_ALIGNED_SIZE of deepseek_v4_backend.py).
+    "flashmla": ReadStyle(PAGES, QUERY_ROWS, write_dtype=torch.int32, pad=-1, column_multiple=64),
+    "deepseek_v4": ReadStyle(PAGES, QUERY_ROWS, write_dtype=torch.int32, pad=-1, column_multiple=64),
+}
+
+
+def read_style(
+    consumer: str | ReadStyle | None = None,
+    structure: Structure | None = None,
+    index_dtype: torch.dtype | None = None,
+    pad: int | None = None,
+    out: ReadPlan | None = None,
+) -> ReadStyle:
+    """A consumer's style (default: that of `out`, or "flashattention"), with what is not None in place of its own."""
+    if out is not None and not isinstance(out, ReadPlan):
+        raise TypeError(f"out: expected a ReadPlan, got {type(out).__name__}")
+    if consumer is None:
+        consumer = "flashattention" if out is None else out.style
+    if isinstance(consumer, str):
+        if consumer not in CONSUMERS:
+            raise ValueError(f"consumer: expected one of {list(CONSUMERS)}, got {consumer!r}")
+        consumer = CONSUMERS[consumer]
+    if not isinstance(consumer, ReadStyle):
+        raise TypeError(f"consumer: expected a name or a ReadStyle, got {consumer!r}")
+    changes: dict[str, Any] = {} if structure is None else {"full": structure, "window": structure}
+    changes |= {name: x for name, x in (("index_dtype", index_dtype), ("pad", pad)) if x is not None}
+    return replace(consumer, **changes) if changes else consumer
+
+
+def check_offsets(style: ReadStyle, cache: Tensor) -> None:
+    """Raise `ValueError`, with the largest number of them that will do, if the consumer cannot address every row of
+    `cache [rows, H, D]` or page of `cache [pages, …]`, of any strides; only its shape and strides are looked at."""
+    limit = 2 ** (style.offset_bits - 1)
+    rest = sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+    if _reach(cache) >= limit:
+        most = (limit - 1 - rest) // cache.stride(0) + 1
+        what = "rows" if cache.dim() == 3 else "pages"
+        raise ValueError(
+            f"consumer: expected at most {most} {what} for its {style.offset_bits}-bit offsets, got {cache.shape[0]}"
+        )
+
+
+def _reach(cache: Tensor) -> int:
+    """The offset of the last element."""
+    return sum((n - 1) * stride for n, stride in zip(cache.shape, cache.stride(), strict=True)) if cache.numel() else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadIndices:
+    """What the layers of one side and window read, on the pool's device; every tensor is of one index dtype.
+
+    `indices` holds slots or page ids of `side`, "full" or "swa": `[N]` for RAGGED, where sequence b has
+    `indices[indptr[b]:indptr[b + 1]]`, else a row per sequence (QUERY_ROWS: per query token), left-aligned. A window
+    is clipped as the smallest query position of the sequence needs: whoever has several queries, or PAGES, still masks
+    by position. `lens[b]` is the number of keys named, `starts[b]` the position of the first: column c of row b is the
+    key at `starts[b] + c` (PAGES: the page from `starts[b] + c * page_size`). Positions may be counted from `starts`:
+    the last key is the last query's. Rows of a graph's buffers past its batch have length 0, and all that is
+    unused is `pad`.
+    """
+
+    structure: Structure
+    side: str
+    window: int | None
+    indices: Tensor
+    indptr: Tensor | None
+    lens: Tensor
+    starts: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """What each layer of one forward reads; from `pool.plan_read`, or at fixed addresses from `pool.graph_read_plan`.
+
+    A snapshot, as KVWriteLoc is. `structures` has one entry per side and window that the pool's layers have.
+    """
+
+    style: ReadStyle
+    structures: tuple[ReadIndices, ...]
+    _planner: ReadPlanner
+
+    def for_layer(self, layer_id: int) -> ReadIndices:
+        """The structure that a layer reads; one that aliases another has its own window. Raises `ValueError`."""
+        at = self._planner.at.get(layer_id) if type(layer_id) is int else None
+        if at is None:
+            raise ValueError(f"layer_id: expected 0 to {len(self._planner.at) - 1}, got {layer_id!r}")
+        return self.structures[at]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A forward's requests: `columns` are rows, seq_lens, extra_lens and query_lens on the device; `end`, the tokens of
+    each sequence, and `queries` are on the host, or unknown and within the bounds."""
+
+    size: int
+    columns: list[Tensor | None]
+    end: Ints | None
+    queries: Ints | None
+    max_len: int
+    max_query_len: int
+
+    def shape(self, fmt: ReadFormat, column_multiple: int) -> tuple[int, ...]:
+        """What `indices` of a structure must hold: `(N,)`, or `(rows, columns)`."""
+        page, reach = fmt.page_size, self.max_len if fmt.window is None else fmt.window - 1
+        if self.end is None or self.queries is None:
+            span = min(self.max_len, reach + (0 if fmt.prefix_only else self.max_query_len))
+            rows = self.size
+            if fmt.structure is RAGGED:
+                return (rows * span,)
+            if fmt.structure is PAGES:
+                # A span that does not begin with a page touches one page more.
+                return rows, min(-(-self.max_len // page), (span + 2 * (page - 1)) // page)
+            if fmt.structure is ROWS:
+                return rows, span
+            rows, columns = rows * self.max_query_len, min(self.max_len, reach + 1)
+        else:
+            first = np.maximum(self.end - self.queries, 0)
+            stop = first if fmt.prefix_only else self.end
+            begin = np.maximum(first - reach, 0)
+            if fmt.structure is RAGGED:
+                return (int((stop - begin).sum()),)
+            if fmt.structure is PAGES:
+                pages = np.where(begin < stop, -(-stop // page) - begin // page, 0)
+                return self.size, int(pages.max(initial=0))
+            if fmt.structure is ROWS:
+                return self.size, int((stop - begin).max(initial=0))
+            longest = np.where(self.queries > 0, self.end, 0).max(initial=0)
+            rows, columns = int(self.queries.sum()), min(int(longest), reach + 1)
+        return rows, -(-columns // column_multiple) * column_multiple
+
+
+class ReadPlanner:
+    """Makes the read plans of one pool, whose layer i is `layers[i]` and reads what is stored as `stored[i]`."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        stored: Mapping[int, Layer],
+        mapping: Tensor,
+        faults: Tensor,
+        build_read: Callable[..., None],
+    ) -> None:
+        keys = [("swa" if stored[i].on_swa else "full", spec.window) for i, spec in enumerate(layers)]
+        self.keys = tuple(dict.fromkeys(keys))
+        self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
+        self._caches = tuple(cache for layer in stored.values() for cache in layer.readable)
+        self._reach, self._page_size = max(map(_reach, self._caches)), stored[0].fmt.page_size
+        self._mapping, self._faults, self._device, self._build_read = mapping, faults, faults.device, build_read
+
+    def plan(
+        self,
+        table: Tensor,
+        columns: dict[str, Lengths],
+        style: ReadStyle,
+        prefix_only: bool,
+        max_len: int | None,
+        max_query_len: int | None,
+        out: ReadPlan | None,
+        check: bool,
+    ) -> ReadPlan:
+        """The body of `pool.plan_read`; `columns` are the lengths by name, in the order of the op's arguments."""
+        if not isinstance(prefix_only, bool):
+            raise TypeError(f"prefix_only: expected True or False, got {prefix_only!r}")
+        if out is None:
+            self._check_style(style)
+        elif style != out.style:
+            raise ValueError(f"out: expected a plan of {style}, got one of {out.style}")
+        elif out._planner is not self:
+            raise ValueError("out: expected a plan of this pool, got one of another pool")
+        table = _ints("req_to_token", table)
+        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+            got = f"shape {tuple(table.shape)} with strides {table.stride()}"
+            raise ValueError(f"req_to_token: expected [requests, positions] with a dense last axis, got {got}")
+        if table.device != self._device:
+            raise ValueError(f"req_to_token: expected a tensor on {self._device}, got {table.device}")
+        max_len = table.shape[1] if max_len is None else min(as_int("max_len", max_len, 0), table.shape[1])
+        if columns["query_lens"] is None:
+            columns["query_lens"] = columns["extra_lens"]
+        if max_query_len is None:
+            given = columns["query_lens"]
+            max_query_len = 1 if given is None else given if isinstance(given, int) else max_len
+        batch = self._batch(columns, table.shape[0], max_len, as_int("max_query_len", max_query_len, 0), check)
+
+        formats = [self._format(style, key, prefix_only) for key in self.keys]
+        shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
+        if out is not None:
+            _check_room(out, batch, shapes)
+        plan = self._empty(style, formats, shapes, batch.size) if out is None else out
+        for read, fmt in zip(plan.structures, formats, strict=True):
+            if batch.size == 0 and out is None:  # an idle rank launches nothing
+                if read.indptr is not None:
+                    read.indptr.zero_()
+                continue
+            mapping = self._mapping if read.side == "swa" else None
+            results = (read.indices, read.indptr, read.lens, read.starts)
+            self._build_read(mapping, table, *batch.columns, *results, self._faults, self._mapping.shape[0] - 1, fmt)
+        return plan
+
+    def graph_plan(self, style: ReadStyle, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:
+        """The body of `pool.graph_read_plan`."""
+        self._check_style(style)
+        bounds = (as_int("max_len", max_len, 1), as_int("max_query_len", max_query_len, 1))
+        batch = _Batch(as_int("max_reqs", max_reqs, 1), [], None, None, *bounds)
+        formats = [self._format(style, key, prefix_only=False) for key in self.keys]
+        plan = self._empty(style, formats, [batch.shape(fmt, style.column_multiple) for fmt in formats], max_reqs)
+        for read in plan.structures:
+            read.indices.fill_(style.pad)
+            for lengths in (read.indptr, read.lens, read.starts):
+                if lengths is not None:
+                    lengths.zero_()
+        return plan
+
+    def _format(self, style: ReadStyle, key: Key, prefix_only: bool) -> ReadFormat:
+        structure = style.full if key[1] is None else style.window
+        return ReadFormat(structure, key[1], self._page_size, style.pad, prefix_only)
+
+    def _empty(
+        self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
+    ) -> ReadPlan:
+        empty = functools.partial(torch.empty, dtype=style.index_dtype, device=self._device)
+        structures = []
+        for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
+            rows = size if fmt.structure is RAGGED else shape[0]
+            indptr = empty(rows + 1) if fmt.structure is RAGGED else None
+            structures.append(ReadIndices(fmt.structure, side, window, empty(shape), indptr, *empty((2, rows))))
+        return ReadPlan(style, tuple(structures), self)
+
+    def _check_style(self, style: ReadStyle) -> None:
+        page = self._page_size
+        if style.page_divides is not None and style.page_divides % page:
+            raise ValueError(f"consumer: expected a page size that divides {style.page_divides}, the pool's is {page}")
+        if self._reach >> (style.offset_bits - 1):
+            for cache in self._caches:
+                check_offsets(style, cache)
+
+    def _batch(
+        self, columns: dict[str, Lengths], num_rows: int, max_len: int, max_query_len: int, check: bool
+    ) -> _Batch:
+        """The batch as the op takes it. Raises for what is wrong in shape, dtype or device, or is known on the host."""
+        size = self._check_columns(columns)
+        on_cpu = devices.shares_host_memory(self._device)
+        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
+        ints = {name: x for name, x in columns.items() if isinstance(x, int)}
+        known: dict[str, Ints] = {name: np.full(size, x) for name, x in ints.items()}
+        for name, x in tensors.items():
+            if check or devices.shares_host_memory(x.device):
+                known[name] = x.cpu().numpy().astype(np.int64, copy=False)
+        end, queries = _check_values(known, columns, num_rows, max_len)
+
+        there = {name: x for name, x in tensors.items() if x.device == self._device}
+        dtypes = {x.dtype for x in there.values()}
+        if len(dtypes) > 1:
+            if not on_cpu:
+                got = {name: str(x.dtype) for name, x in there.items()}
+                raise TypeError(f"req_rows: expected one dtype of all tensors on {self._device}, got {got}")
+            there = {}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.int64
+        if away := [name for name in tensors if name not in there]:
+            if devices.is_capturing(self._device):
+                # A replay would read the host's buffer again, whatever it holds by then.
+                raise ValueError(f"{away[0]}: expected a tensor on {self._device} while a graph is captured")
+            packed = torch.from_numpy(np.stack([known[name] for name in away])).to(dtype)
+            there |= dict(zip(away, packed if on_cpu else devices.upload(packed, self._device), strict=True))
+        there |= {name: torch.full((size,), x, dtype=dtype, device=self._device) for name, x in ints.items()}
+        return _Batch(size, [there.get(name) for name in columns], end, queries, max_len, max_query_len)
+
+    def _check_columns(self, columns: dict[str, Lengths]) -> int:
+        """Returns the number of requests."""
+        size = None
+        for name, given in columns.items():
+            if name in ("extra_lens", "query_lens") and (given is None or type(given) is int):
+                continue
+            x = _ints(name, given)
+            size = x.shape[0] if size is None and x.dim() == 1 else size
+            if x.shape != (size,):
+                raise ValueError(f"{name}: expected shape [{'B' if size is None else size}], got {tuple(x.shape)}")
+            if x.device != self._device and not devices.shares_host_memory(x.device):
+                raise ValueError(f"{name}: expected a tensor on the host or on {self._device}, got {x.device}")
+        assert size is not None
+        return size
+
+
+def _ints(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
+    return x
+
+
+def _check_values(
+    known: dict[str, Ints], columns: dict[str, Lengths], num_rows: int, max_len: int
+) -> tuple[Ints | None, Ints | None]:
+    """Raise `ValueError` for what is known to be wrong. Returns the tokens and queries of each sequence, if known."""
+    for name, values in known.items():
+        require(values >= 0, name, "at least 0", values)
+    if (rows := known.get("req_rows")) is not None:
+        require(rows < num_rows, "req_rows", f"a row of req_to_token, below {num_rows}", rows)
+    if any(columns[name] is not None and name not in known for name in ("seq_lens", "extra_lens", "query_lens")):
+        return None, None
+    seq, extra = known["seq_lens"], known.get("extra_lens", np.int64(0))
+    what = "seq_lens" if columns["extra_lens"] is None else "seq_lens + extra_lens"
+    end = seq + extra  # where this wraps around, a summand is past the end
+    require((seq <= max_len) & (extra <= max_len) & (end <= max_len), what, f"at most {max_len} tokens", end)
+    queries = known.get("query_lens")
+    if queries is None:
+        return end, np.ones_like(end)  # a request without tokens keeps its place among the query rows
+    require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
+    return end, queries
+
+
+def _check_room(out: ReadPlan, batch: _Batch, shapes: Sequence[tuple[int, ...]]) -> None:
+    for read, shape in zip(out.structures, shapes, strict=True):
+        rows, room = read.lens.shape[0], tuple(read.indices.shape)
+        if read.structure is not QUERY_ROWS and batch.size > rows:
+            raise ValueError(f"out: expected room for {batch.size} requests, got {rows}")
+        if batch.end is not None and any(n > most for n, most in zip(shape, room, strict=True)):
+            what = f"{read.structure.value} of window {read.window}"
+            raise ValueError(f"out: expected room for {what} of shape {shape}, got {room}")
