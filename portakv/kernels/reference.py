@@ -121,10 +121,11 @@ def build_read(
     """Name the slots that attention reads for B sequences, and reset what is past them.
 
     `table [R, C]` holds the full slot of each request and position, int32 or int64; sequence b is its row `rows[b]`.
-    Slots end at `num_slots`; `mapping`, int64 with as many entries or more, translates them. `rows`, `seq_lens`,
-    `extra_lens` (None: 0) and `query_lens` (None: 1) are `[B]`, of one integer dtype and any stride. A sequence has
-    `end = seq_lens + extra_lens` keys, those of its last `query_lens` tokens, the queries, among them. Named are the
-    keys from `max(0, first query - window + 1)` to the end, or with `prefix_only` to the first query.
+    Slots end at `num_slots`; `mapping`, int64 with as many entries or more, that of PAD being PAD, translates them.
+    `rows`, `seq_lens`, `extra_lens` (None: 0) and `query_lens` (None: 1) are `[B]`, of one integer dtype and any
+    stride. A sequence has `end = seq_lens + extra_lens` keys, those of its last `query_lens` tokens, the queries, among
+    them. Named are the keys from `max(0, first query - window + 1)` to the end, or with `prefix_only` to the first
+    query.
 
     `lens [n]` and `starts [n]`, n >= B, become the number of keys and the position of the first (0 where there is
     none), `out` what is read, all of one integer dtype, dense but for the row stride of a 2-D `out`:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The generic CPU kernels on Arm, without one: cross-compiled and run by qemu, they must store and gather the bytes that
-# they do on this machine. Needs Debian's g++, g++-aarch64-linux-gnu and qemu-user.
+# The generic CPU kernels on Arm, without one: cross-compiled and run by qemu, they must store, gather and read
+# the bytes that they do on this machine. Needs Debian's g++, g++-aarch64-linux-gnu and qemu-user.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 work=$(mktemp -d)
@@ -14,4 +14,4 @@ export OMP_NUM_THREADS=2
 "$work/here" >"$work/here.txt"
 qemu-aarch64 "$work/arm" >"$work/arm.txt"
 diff "$work/here.txt" "$work/arm.txt"
-echo "$(wc -l <"$work/arm.txt") pairs of dtypes and scales: the same bytes on Arm"
+echo "$(wc -l <"$work/arm.txt") digests: the same bytes on Arm"

@@ -1,4 +1,5 @@
-// Stores and gathers through the generic kernels, and prints a digest of the bytes for each pair of dtypes and scale.
+// Stores, gathers and reads through the generic kernels, and prints a digest of the bytes for each pair of dtypes and
+// scale, and for each kind of read.
 // Built for two machines, the output must be the same (check.sh).
 
 #include <cstdio>
@@ -51,10 +52,30 @@ void run(int src, int dst, float scale) {
                 (unsigned long long)digest(back), (long long)faults);
 }
 
+// Slots on both sides of every bound, in int32 and int64, to both widths.
+void run_read(bool table_wide, bool out_wide, bool mapped, int64_t step) {
+    constexpr int64_t kSlots = 5000, kColumns = 3000;
+    std::vector<int64_t> mapping(kSlots + 1), wide(2 * kColumns);
+    std::vector<int32_t> narrow(wide.size());
+    for (int64_t i = 0; i <= kSlots; ++i) mapping[i] = i % 7 ? i * 3 : i % 2 ? 0 : int64_t(1) << 40;
+    for (size_t i = 0; i < wide.size(); ++i) narrow[i] = int32_t(wide[i] = int64_t(i) * 11 % (kSlots + 40) - 20);
+    ReadLine lines[] = {{0, 900, 0, 0}, {kColumns, 2, 1000, 1000}, {7, 600, 1002, 1002}, {0, 0, 1602, 1602}};
+    std::vector<char> out(2000 * 8, 0x55);
+    int64_t faults[2] = {0, 0};
+    const char* table = table_wide ? reinterpret_cast<char*>(wide.data()) : reinterpret_cast<char*>(narrow.data());
+    ReadJob job{mapped ? mapping.data() : nullptr, kSlots, table, table_wide, out.data(), out_wide, 1990,
+                lines, 4, step, -1, &faults[0], &faults[1], 2};
+    kernels_generic.read(job);
+    std::printf("read %d %d %d %d %016llx %lld %lld\n", table_wide, out_wide, mapped, int(step),
+                (unsigned long long)digest(out), (long long)faults[0], (long long)faults[1]);
+}
+
 }  // namespace
 
 int main() {
     for (int src = 0; src < 3; ++src)
         for (int dst = 0; dst < 7; ++dst)
             for (float scale : {1.0f, 0.37f, 1e30f, 3e-30f}) run(src, dst, scale);
+    for (int which = 0; which < 8; ++which)
+        for (int64_t step : {1, 3, 4}) run_read(which & 1, which & 2, which & 4, step);
 }

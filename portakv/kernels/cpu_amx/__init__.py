@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from portakv.kernels.cpu_amx._native import build_read as build_read
     from portakv.kernels.cpu_amx._native import cast_loc as cast_loc
     from portakv.kernels.cpu_amx._native import gather_kv as gather_kv
     from portakv.kernels.cpu_amx._native import isa as isa
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import store_kv as store_kv
     from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
-_NAMES = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "isa", "isas")
+_NAMES = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read", "isa", "isas")
 
 
 def build_problem() -> str | None:

@@ -1,3 +1,4 @@
+from portakv.kernels.reference import build_read as build_read
 from portakv.kernels.reference import cast_loc as cast_loc
 from portakv.kernels.reference import gather_kv as gather_kv
 from portakv.kernels.reference import move_kv as move_kv

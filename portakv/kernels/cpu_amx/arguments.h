@@ -12,7 +12,7 @@
 namespace portakv {
 
 // Order of portakv.formats.FAULT_KINDS.
-enum Fault { kTranslateLoc, kCastLoc, kStoreKv, kGatherKv, kMoveKv, kNumFaults };
+enum Fault { kTranslateLoc, kCastLoc, kStoreKv, kGatherKv, kMoveKv, kBuildRead, kNumFaults };
 
 // Those of the instruction set in use.
 extern const Kernels* kernels;
@@ -61,5 +61,8 @@ void launch(void (*kernel)(const Job&), const Job& job, int64_t bytes) {
     nanobind::gil_scoped_release release;
     kernel(job);
 }
+
+// The ops that have a file of their own.
+void define_read(nanobind::module_& m);
 
 }  // namespace portakv

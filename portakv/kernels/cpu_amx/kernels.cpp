@@ -3,6 +3,7 @@
 // Nothing here may have external linkage but the table at the end, and no inline function of the C++ library may be
 // called: see kernels.h.
 
+#include "reads.h"
 #include "rows.h"
 
 namespace portakv {
@@ -117,6 +118,6 @@ void move(const MoveJob& job) {
 #define PORTAKV_NAME(isa) PORTAKV_QUOTE(isa)
 
 const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {PORTAKV_NAME(PORTAKV_ISA), do_job<Way::store, Halves<Way::store>>,
-                                             do_job<Way::gather, Halves<Way::gather>>, move};
+                                             do_job<Way::gather, Halves<Way::gather>>, move, read};
 
 }  // namespace portakv

@@ -63,11 +63,38 @@ struct MoveJob {
     int threads;
 };
 
+// One line of a read structure: `entries` slots of the table from element `from` on, `step` apart, to element `to` of
+// the output. Its places are those from `at` to the next line's; what its entries leave over is padding.
+struct ReadLine {
+    int64_t from;
+    int64_t entries;
+    int64_t at;
+    int64_t to;
+};
+
+struct ReadJob {
+    const int64_t* mapping;  // null: slots stay what they are
+    int64_t num_slots;
+    const char* table;
+    bool table_wide;
+    char* out;
+    bool out_wide;
+    int64_t places;
+    const ReadLine* lines;
+    int64_t num_lines;
+    int64_t step;  // an entry is a slot divided by it
+    int64_t pad;
+    int64_t* fault;
+    int64_t* cast_fault;
+    int threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*store)(const RowJob&);
     void (*gather)(const RowJob&);
     void (*move)(const MoveJob&);
+    void (*read)(const ReadJob&);
 };
 
 // On other machines than x86-64 only the last is there.

@@ -245,6 +245,7 @@ NB_MODULE(_native, m) {
     m.def("gather_kv", &gather_kv, arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_out"), arg("v_out"),
           arg("k_scale"), arg("v_scale"), arg("faults"), arg("fmt"));
     m.def("move_kv", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));
+    define_read(m);
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");

@@ -1,0 +1,108 @@
+// The kernel that names the slots attention reads. Part of kernels.cpp, in whose namespace it stands.
+#pragma once
+
+#include "kernels.h"
+
+namespace portakv {
+namespace {
+
+// What the elements of one job share, and what they count.
+struct Reading {
+    const int64_t* mapping;
+    int64_t num_slots;
+    int64_t pad;
+    int64_t step;
+    int shift;  // of a division by `step`, -1 where that is no power of two
+    int64_t over;
+    int64_t unfit;
+};
+
+// Every `step`-th of `n` slots from `from` on, as `to` has them. A slot that is no slot becomes PAD, which has no peer
+// and gives the padding, so that the loop has no branch.
+template <class In, class To, bool Mapped, bool Paged>
+void name_slots(Reading& r, const In* from, To* to, int64_t n) {
+    int64_t over = 0, unfit = 0, num_slots = r.num_slots, pad = r.pad, step = Paged ? r.step : 1;
+    const int64_t* mapping = r.mapping;
+    for (int64_t i = 0; i < n; ++i) {
+        int64_t slot = from[i * step];
+        over += slot >= num_slots;
+        slot = (slot > 0) & (slot < num_slots) ? slot : 0;
+        if (Mapped) slot = mapping[slot];
+        bool named = slot > 0;
+        if (Paged) slot = r.shift >= 0 ? slot >> r.shift : slot / step;
+        if (sizeof(To) == 4) {
+            bool fits = slot <= INT32_MAX;
+            unfit += named & !fits;
+            named &= fits;
+        }
+        to[i] = To(named ? slot : pad);
+    }
+    r.over += over;
+    r.unfit += unfit;
+}
+
+using NameFn = void (*)(Reading& r, const char* table, int64_t at, char* out, int64_t to, int64_t n);
+
+template <class In, class To, bool Mapped, bool Paged>
+void name_at(Reading& r, const char* table, int64_t at, char* out, int64_t to, int64_t n) {
+    name_slots<In, To, Mapped, Paged>(r, reinterpret_cast<const In*>(table) + at, reinterpret_cast<To*>(out) + to, n);
+}
+
+template <class In, class To>
+NameFn pick(bool mapped, bool paged) {
+    if (mapped) return paged ? name_at<In, To, true, true> : name_at<In, To, true, false>;
+    return paged ? name_at<In, To, false, true> : name_at<In, To, false, false>;
+}
+
+template <class To>
+void fill_pad(char* out, int64_t to, int64_t n, int64_t pad) {
+    To* p = reinterpret_cast<To*>(out) + to;
+    for (int64_t i = 0; i < n; ++i) p[i] = To(pad);
+}
+
+// The last line that begins at or before place `at`.
+inline int64_t line_at(const ReadJob& job, int64_t at) {
+    int64_t low = 0, high = job.num_lines - 1;
+    while (low < high) {
+        int64_t middle = (low + high + 1) / 2;
+        if (job.lines[middle].at <= at) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+// Places are cut into chunks that any thread may take: a place that is padding takes less time than one that is not.
+constexpr int64_t kChunk = 8192;
+
+void read(const ReadJob& job) {
+    bool mapped = job.mapping, paged = job.step > 1;
+    NameFn name = job.table_wide ? (job.out_wide ? pick<int64_t, int64_t>(mapped, paged) : pick<int64_t, int32_t>(mapped, paged))
+                                 : (job.out_wide ? pick<int32_t, int64_t>(mapped, paged) : pick<int32_t, int32_t>(mapped, paged));
+    auto pad = job.out_wide ? fill_pad<int64_t> : fill_pad<int32_t>;
+    int shift = job.step & (job.step - 1) ? -1 : __builtin_ctzll(uint64_t(job.step));
+    int64_t chunks = (job.places + kChunk - 1) / kChunk, over = 0, unfit = 0;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) reduction(+ : over, unfit) num_threads(job.threads) if (job.threads > 1)
+#endif
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        Reading r{job.mapping, job.num_slots, job.pad, job.step, shift, 0, 0};
+        int64_t at = chunk * kChunk, end = at + kChunk < job.places ? at + kChunk : job.places;
+        for (int64_t i = line_at(job, at); at < end; ++i) {
+            const ReadLine& line = job.lines[i];
+            int64_t stop = i + 1 < job.num_lines && job.lines[i + 1].at < end ? job.lines[i + 1].at : end;
+            int64_t done = at - line.at, n = stop - at;
+            int64_t live = line.entries - done < n ? line.entries - done : n;
+            live = live > 0 ? live : 0;
+            name(r, job.table, line.from + done * job.step, job.out, line.to + done, live);
+            pad(job.out, line.to + done + live, n - live, job.pad);
+            at = stop;
+        }
+        over += r.over;
+        unfit += r.unfit;
+    }
+    if (over) __atomic_fetch_add(job.fault, over, __ATOMIC_RELAXED);
+    if (unfit) __atomic_fetch_add(job.cast_fault, unfit, __ATOMIC_RELAXED);
+}
+
+}  // namespace
+}  // namespace portakv
