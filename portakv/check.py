@@ -145,9 +145,9 @@ GRAPH_POOLS = ((1, torch.bfloat16), (4, torch.float8_e5m2))
 class GraphStores:
     """`set_kv_buffer` of full and SWA layers, captured for two batch sizes over one GraphWriteLoc, then replayed.
 
-    Layers 0 and 1 store at its int64 locations, 2 and 3 at the int32 twins. With `inside` the graph begins with
-    `fill` over a PAD-padded input; otherwise `fill` comes before each replay. The rows of padded tokens are NaN.
-    Whole buffers are compared with what the allocator's host mapping says should be there.
+    Layers 0 and 1 store at its int64 locations, 2 and 3 at the int32 twins, layer 3 in two columns. With `inside` the
+    graph begins with `fill` over a PAD-padded input; otherwise `fill` comes before each replay. The rows of padded
+    tokens are NaN. Whole buffers are compared with what the allocator's host mapping says should be there.
     """
 
     SIZES = (4, 12)
@@ -243,7 +243,10 @@ class GraphStores:
         assert twin is not None
         for layer, (k, v) in enumerate(self.rows):
             locations = twin[:size] if layer >= 2 else self.write_loc[:size]
-            self.pool.set_kv_buffer(layer, locations, k[:size], v[:size])
+            # Layer 3 as the steps of a draft do: each its own column.
+            columns = (slice(0, size, 2), slice(1, size, 2)) if layer == 3 else (slice(0, size),)
+            for column in columns:
+                self.pool.set_kv_buffer(layer, locations[column], k[column], v[column])
 
     def _in_range(self, loc: Tensor) -> Tensor:
         return (loc >= 0) & (loc < self.pool.full_to_swa.shape[0] - 1)

@@ -68,7 +68,9 @@ def zigzag_split(x: Tensor, rank: int, world: int, seq_lens: IntsLike | None = N
     if not 0 <= as_int("rank", rank, 0) < as_int("world", world, 1):
         raise ValueError(f"rank: expected one below {world}, got {rank}")
     order = _zigzag_order(_lens(seq_lens, x.shape[0]), rank, world)
-    return x[devices.upload(torch.from_numpy(order), x.device)]
+    index = devices.upload(torch.from_numpy(order), x.device)
+    # Indexed copies of fp8 are missing on several devices and in older torch.
+    return x.view(torch.uint8)[index].view(x.dtype) if x.dtype in FP8_DIALECTS else x[index]
 
 
 def plan_zigzag_write(
