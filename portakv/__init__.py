@@ -2,6 +2,7 @@
 
 from portakv import parallel
 from portakv.compile import warmup
+from portakv.consumers import CONSUMERS, ReadStyle
 from portakv.device import DEVICE, DeviceKind
 from portakv.dispatch import explain
 from portakv.errors import (
@@ -18,7 +19,7 @@ from portakv.errors import (
 from portakv.formats import Structure
 from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
-from portakv.read_plan import CONSUMERS, ReadIndices, ReadPlan, ReadStyle
+from portakv.read_plan import ReadIndices, ReadPlan
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, resolve_write_loc
 
 __all__ = [

@@ -12,10 +12,11 @@ import torch
 from portakv import checks, dispatch, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
+from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, INDEX_DTYPES, Structure
 from portakv.groups import Layer, allocate_group, fit_sizes, plan_groups
 from portakv.layers import LayerSpec, check_positive
-from portakv.read_plan import Lengths, ReadPlan, ReadPlanner, ReadStyle, read_style
+from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.transfer import HostCopy
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, to_device
 
@@ -190,7 +191,7 @@ class HybridKVPool:
         extra_lens: Lengths = None,
         prefix_only: bool = False,
         consumer: str | ReadStyle | None = None,
-        structure: Structure | None = None,
+        structure: Structure | str | None = None,
         index_dtype: torch.dtype | None = None,
         pad: int | None = None,
         max_len: int | None = None,
@@ -212,10 +213,10 @@ class HybridKVPool:
 
         Raises `ValueError` and `TypeError`, before anything is written.
         """
-        style = read_style(consumer, structure, index_dtype, pad, out)
+        choice = (consumer, structure, index_dtype, pad)
         columns = {"req_rows": req_rows, "seq_lens": seq_lens, "extra_lens": extra_lens, "query_lens": query_lens}
         bounds = (max_len, max_query_len)
-        return self._planner.plan(req_to_token, columns, style, prefix_only, *bounds, out, self._checking())
+        return self._planner.plan(req_to_token, columns, choice, prefix_only, *bounds, out, self._checking())
 
     def graph_read_plan(
         self,
@@ -224,7 +225,7 @@ class HybridKVPool:
         *,
         max_query_len: int = 1,
         consumer: str | ReadStyle | None = None,
-        structure: Structure | None = None,
+        structure: Structure | str | None = None,
         index_dtype: torch.dtype | None = None,
         pad: int | None = None,
     ) -> ReadPlan:
@@ -232,8 +233,7 @@ class HybridKVPool:
 
         It holds `max_reqs` sequences of `max_len` tokens with `max_query_len` queries, and starts empty.
         """
-        style = read_style(consumer, structure, index_dtype, pad)
-        return self._planner.graph_plan(style, max_reqs, max_len, max_query_len)
+        return self._planner.graph_plan((consumer, structure, index_dtype, pad), max_reqs, max_len, max_query_len)
 
     def set_kv_buffer(self, layer_id: int, write_loc: WriteLoc, k: Tensor, v: Tensor) -> None:
         """Store `k [T, H, D]` and `v [T, H, Dv]` at the layer's locations, in one launch.

@@ -1,124 +1,29 @@
-"""What a forward reads: ReadPlan, made once per forward for the full side and each window; CONSUMERS, by name."""
+"""What a forward reads: ReadPlan, made once per forward for the full side and each window."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from portakv import device as devices
 from portakv.arrays import Ints, as_int, require
-from portakv.formats import INDEX_DTYPES, PAD, ReadFormat, Structure
+from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
+from portakv.errors import SlotFault
+from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
 from portakv.groups import Layer
 from portakv.layers import LayerSpec
 
 Tensor = torch.Tensor
 Lengths = Tensor | int | None
+Choice = tuple[str | ReadStyle | None, Structure | str | None, torch.dtype | None, int | None]
+"""A consumer (None: flashattention, or as `out` has it), and what replaces its structure, index_dtype and pad."""
+
 Key = tuple[str, int | None]
 """(side, window): layers of one key read the same indices."""
-
-RAGGED, PAGES, ROWS, QUERY_ROWS = Structure
-
-
-@dataclass(frozen=True, slots=True)
-class ReadStyle:
-    """How an attention consumer is told what it reads.
-
-    `full` and `window` are the structures of full and of sliding-window layers, in `index_dtype`; unused places hold
-    `pad`, 0 or -1. `write_dtype` is the width of the write locations it takes: `plan_write(loc, style.write_dtype)`. It
-    computes element offsets into a cache in signed integers of `offset_bits`. Its page size must divide
-    `page_divides`, and the columns of its QUERY_ROWS are a multiple of `column_multiple`. `decode_keys_short` is by how
-    many keys SGLang's own plan for it falls short of the window in decode; plans here never do.
-    """
-
-    full: Structure
-    window: Structure
-    index_dtype: torch.dtype = torch.int32
-    write_dtype: torch.dtype = torch.int64
-    pad: int = PAD
-    offset_bits: int = 64
-    page_divides: int | None = None
-    column_multiple: int = 1
-    decode_keys_short: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("full", "window"):
-            if not isinstance(getattr(self, name), Structure):
-                raise TypeError(f"{name}: expected a Structure, got {getattr(self, name)!r}")
-        for name in ("index_dtype", "write_dtype"):
-            if getattr(self, name) not in INDEX_DTYPES:
-                raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {getattr(self, name)!r}")
-        for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {getattr(self, name)!r}")
-        as_int("column_multiple", self.column_multiple, 1)
-
-
-CONSUMERS: dict[str, ReadStyle] = {
-    # What SGLang 0.5.23 hands each of its attention backends (srt/layers/attention/<name>_backend.py, and
-    # srt/hardware_backend/npu for ascend), and where a public thread tells of a limit, that thread.
-    "triton": ReadStyle(RAGGED, RAGGED, torch.int64, decode_keys_short=1),  # update_sliding_window_buffer: config - 1
-    "flashinfer": ReadStyle(RAGGED, RAGGED),  # page offsets are size_t; MLA's since flashinfer #3136
-    "flashattention": ReadStyle(PAGES, PAGES),
-    # SGLang's page-table kernel works on 4096 tokens at a time (kernels/ops/attention/trtllm_mha_page_table.py).
-    "trtllm_mha": ReadStyle(PAGES, PAGES, page_divides=4096),
-    # Its paged decode takes no window (_reject_paged_decode_sliding_window); 32-bit offsets: aiter #2517, #2608.
-    "aiter": ReadStyle(PAGES, RAGGED, offset_bits=32),
-    "intel_xpu": ReadStyle(PAGES, PAGES),
-    "intel_amx": ReadStyle(ROWS, ROWS, torch.int64),
-    "torch_native": ReadStyle(ROWS, ROWS, torch.int64),
-    "musa": ReadStyle(PAGES, PAGES),
-    "ascend": ReadStyle(PAGES, PAGES, write_dtype=torch.int32),
-    # FlashMLA has no window argument: its sparse kernels take a row of slots per query, -1 for none, in multiples of 64
-    # (PAGE_INDEX_ALIGNED_SIZE of deepseek_v4_backend.py).
-    "flashmla": ReadStyle(PAGES, QUERY_ROWS, write_dtype=torch.int32, pad=-1, column_multiple=64),
-    "deepseek_v4": ReadStyle(PAGES, QUERY_ROWS, write_dtype=torch.int32, pad=-1, column_multiple=64),
-}
-
-
-def read_style(
-    consumer: str | ReadStyle | None = None,
-    structure: Structure | None = None,
-    index_dtype: torch.dtype | None = None,
-    pad: int | None = None,
-    out: ReadPlan | None = None,
-) -> ReadStyle:
-    """A consumer's style (default: that of `out`, or "flashattention"), with what is not None in place of its own."""
-    if out is not None and not isinstance(out, ReadPlan):
-        raise TypeError(f"out: expected a ReadPlan, got {type(out).__name__}")
-    if consumer is None:
-        consumer = "flashattention" if out is None else out.style
-    if isinstance(consumer, str):
-        if consumer not in CONSUMERS:
-            raise ValueError(f"consumer: expected one of {list(CONSUMERS)}, got {consumer!r}")
-        consumer = CONSUMERS[consumer]
-    if not isinstance(consumer, ReadStyle):
-        raise TypeError(f"consumer: expected a name or a ReadStyle, got {consumer!r}")
-    changes: dict[str, Any] = {} if structure is None else {"full": structure, "window": structure}
-    changes |= {name: x for name, x in (("index_dtype", index_dtype), ("pad", pad)) if x is not None}
-    return replace(consumer, **changes) if changes else consumer
-
-
-def check_offsets(style: ReadStyle, cache: Tensor) -> None:
-    """Raise `ValueError`, with the largest number of them that will do, if the consumer cannot address every row of
-    `cache [rows, H, D]` or page of `cache [pages, …]`, of any strides; only its shape and strides are looked at."""
-    limit = 2 ** (style.offset_bits - 1)
-    rest = sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
-    if _reach(cache) >= limit:
-        most = (limit - 1 - rest) // cache.stride(0) + 1
-        what = "rows" if cache.dim() == 3 else "pages"
-        raise ValueError(
-            f"consumer: expected at most {most} {what} for its {style.offset_bits}-bit offsets, got {cache.shape[0]}"
-        )
-
-
-def _reach(cache: Tensor) -> int:
-    """The offset of the last element."""
-    return sum((n - 1) * stride for n, stride in zip(cache.shape, cache.stride(), strict=True)) if cache.numel() else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,14 +124,14 @@ class ReadPlanner:
         self.keys = tuple(dict.fromkeys(keys))
         self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
         self._caches = tuple(cache for layer in stored.values() for cache in layer.readable)
-        self._reach, self._page_size = max(map(_reach, self._caches)), stored[0].fmt.page_size
+        self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
         self._mapping, self._faults, self._device, self._build_read = mapping, faults, faults.device, build_read
 
     def plan(
         self,
         table: Tensor,
         columns: dict[str, Lengths],
-        style: ReadStyle,
+        choice: Choice,
         prefix_only: bool,
         max_len: int | None,
         max_query_len: int | None,
@@ -236,12 +141,16 @@ class ReadPlanner:
         """The body of `pool.plan_read`; `columns` are the lengths by name, in the order of the op's arguments."""
         if not isinstance(prefix_only, bool):
             raise TypeError(f"prefix_only: expected True or False, got {prefix_only!r}")
+        if out is not None and not isinstance(out, ReadPlan):
+            raise TypeError(f"out: expected a ReadPlan, got {type(out).__name__}")
+        if out is not None and out._planner is not self:
+            raise ValueError("out: expected a plan of this pool, got one of another pool")
+        default = "flashattention" if out is None else out.style
+        style = read_style(default if choice[0] is None else choice[0], *choice[1:])
         if out is None:
             self._check_style(style)
         elif style != out.style:
             raise ValueError(f"out: expected a plan of {style}, got one of {out.style}")
-        elif out._planner is not self:
-            raise ValueError("out: expected a plan of this pool, got one of another pool")
         table = _ints("req_to_token", table)
         if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
             got = f"shape {tuple(table.shape)} with strides {table.stride()}"
@@ -254,7 +163,9 @@ class ReadPlanner:
         if max_query_len is None:
             given = columns["query_lens"]
             max_query_len = 1 if given is None else given if isinstance(given, int) else max_len
-        batch = self._batch(columns, table.shape[0], max_len, as_int("max_query_len", max_query_len, 0), check)
+        else:
+            max_query_len = as_int("max_query_len", max_query_len, 0)
+        batch = self._batch(table, columns, max_len, max_query_len, check)
 
         formats = [self._format(style, key, prefix_only) for key in self.keys]
         shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
@@ -271,8 +182,9 @@ class ReadPlanner:
             self._build_read(mapping, table, *batch.columns, *results, self._faults, self._mapping.shape[0] - 1, fmt)
         return plan
 
-    def graph_plan(self, style: ReadStyle, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:
+    def graph_plan(self, choice: Choice, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:
         """The body of `pool.graph_read_plan`."""
+        style = read_style("flashattention" if choice[0] is None else choice[0], *choice[1:])
         self._check_style(style)
         bounds = (as_int("max_len", max_len, 1), as_int("max_query_len", max_query_len, 1))
         batch = _Batch(as_int("max_reqs", max_reqs, 1), [], None, None, *bounds)
@@ -309,7 +221,7 @@ class ReadPlanner:
                 check_offsets(style, cache)
 
     def _batch(
-        self, columns: dict[str, Lengths], num_rows: int, max_len: int, max_query_len: int, check: bool
+        self, table: Tensor, columns: dict[str, Lengths], max_len: int, max_query_len: int, check: bool
     ) -> _Batch:
         """The batch as the op takes it. Raises for what is wrong in shape, dtype or device, or is known on the host."""
         size = self._check_columns(columns)
@@ -320,7 +232,9 @@ class ReadPlanner:
         for name, x in tensors.items():
             if check or devices.shares_host_memory(x.device):
                 known[name] = x.cpu().numpy().astype(np.int64, copy=False)
-        end, queries = _check_values(known, columns, num_rows, max_len)
+        end, queries = _check_values(known, columns, table.shape[0], max_len)
+        if check and end is not None:
+            _check_slots(table, known["req_rows"], end, self._mapping.shape[0] - 1)
 
         there = {name: x for name, x in tensors.items() if x.device == self._device}
         dtypes = {x.dtype for x in there.values()}
@@ -381,6 +295,16 @@ def _check_values(
         return end, np.ones_like(end)  # a request without tokens keeps its place among the query rows
     require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
     return end, queries
+
+
+def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:
+    """Raise `SlotFault` for a slot of a sequence that is past the last one."""
+    slots = table[torch.from_numpy(rows).to(table.device), : int(end.max(initial=0))].cpu().numpy()
+    over = (slots >= num_slots) & (np.arange(slots.shape[1]) < end[:, None])
+    if over.any():
+        b, position = np.unravel_index(int(over.argmax()), over.shape)
+        where = f"req_to_token[{rows[b]}, {position}]"
+        raise SlotFault(f"{where}: expected a slot below {num_slots}, got {slots[b, position]}")
 
 
 def _check_room(out: ReadPlan, batch: _Batch, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -20,6 +20,7 @@ from portakv import (
     NoKernel,
     OutOfSlots,
     PortaKVError,
+    ReadPlan,
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
@@ -45,6 +46,7 @@ class World:
     freed: torch.Tensor  # 4 slots that went back
     write_loc: KVWriteLoc
     graph: GraphWriteLoc
+    reads: ReadPlan  # at fixed addresses: 2 requests of 16 tokens, 4 queries each
     k: torch.Tensor
     v: torch.Tensor
 
@@ -54,6 +56,12 @@ class World:
 
     def slots(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
+
+    def read(self, table: Any = None, rows: Any = (0, 1), seq: Any = (16, 9), query: Any = None, **options: Any) -> Any:
+        """plan_read of two requests in a table of two rows and 16 positions; tuples are tensors of slots."""
+        table = self.held.expand(2, 16).to(self.pool.device) if table is None else table
+        rows, seq, query = (self.slots(*x) if isinstance(x, tuple) else x for x in (rows, seq, query))
+        return self.pool.plan_read(table, rows, seq, query, **options)
 
     def at(self, *values: int) -> KVWriteLoc:
         loc = self.slots(*values).to(self.pool.device)
@@ -80,12 +88,14 @@ def make_world(device: torch.device, kernels: dict[str, str] | None, check: bool
     k, v = (torch.randn(T, H, dim, device=pool.device) for dim in (D, DV))
     write_loc, graph = pool.plan_write(held[8:12]), pool.graph_write_loc(8, int32_twin=True)
     graph.fill(held[8:12])
+    reads = pool.graph_read_plan(2, 16, max_query_len=4, consumer="flashinfer")
+    pool.plan_read(held[None].to(pool.device), torch.tensor([0]), torch.tensor([7]), out=reads)
     for layer in (0, 1):
         pool.set_scales(layer, 0.5, torch.tensor([2.0, 3.0]))
         pool.set_kv_buffer(layer, write_loc, k, v)
     pool.allocator.free(freed)
     pool.allocator.free_swa(held[:4])
-    return World(pool, held, freed, write_loc, graph, k, v)
+    return World(pool, held, freed, write_loc, graph, reads, k, v)
 
 
 @pytest.fixture(params=rows_here())
@@ -116,6 +126,8 @@ def snapshot(world: World) -> dict[str, Any]:
     locations = {"write_loc": world.write_loc, "graph": world.graph, "int32": world.graph.int32}
     for name, at in locations.items():
         tensors |= {f"{name}.loc": at.loc, f"{name}.swa_loc": at.swa_loc}
+    for i, read in enumerate(world.reads.structures):
+        tensors |= {f"{name} {i}": getattr(read, name) for name in ("indices", "indptr", "lens", "starts")}
     arrays = {"mapping": pool.allocator.mapping, "fill": pages.fill}
     arrays |= {"full.stack": pages.full.stack, "swa.stack": pages.swa.stack}
     return {
@@ -755,7 +767,140 @@ SLOTS: list[Bad] = [
     ),
 ]
 
+
+def other_plan(w: World) -> ReadPlan:
+    return make_world(w.pool.device, None, check=False).reads
+
+
+READ_PLANS: list[Bad] = [
+    (
+        "table as lists",
+        lambda w: w.read([[1]]),
+        TypeError,
+        "req_to_token: expected an int32 or int64 tensor, got list",
+    ),
+    ("table of floats", lambda w: w.read(torch.ones(2, 16)), TypeError, "req_to_token: .*got torch.float32"),
+    ("table of one row", lambda w: w.read(w.held), ValueError, "req_to_token: expected .requests, positions."),
+    (
+        "table by columns",
+        lambda w: w.read(w.held.expand(2, 16).T.contiguous().T),
+        ValueError,
+        "req_to_token: .*dense last axis",
+    ),
+    (
+        "table elsewhere",
+        lambda w: w.read(torch.empty(2, 16, dtype=torch.int64, device="meta")),
+        ValueError,
+        "req_to_token: expected a tensor on .*, got meta",
+    ),
+    (
+        "rows is a list",
+        lambda w: w.read(rows=[0, 1]),
+        TypeError,
+        "req_rows: expected an int32 or int64 tensor, got list",
+    ),
+    ("rows is an int", lambda w: w.read(rows=0), TypeError, "req_rows: expected .*got int"),
+    ("rows of int16", lambda w: w.read(rows=torch.ones(2).short()), TypeError, "req_rows: .*got torch.int16"),
+    ("rows in two dims", lambda w: w.read(rows=torch.zeros(1, 2).long()), ValueError, "req_rows: .*got .1, 2."),
+    ("row past the table", lambda w: w.read(rows=(0, 2)), ValueError, r"req_rows.1.: .*below 2, got 2"),
+    ("negative row", lambda w: w.read(rows=(-1, 0)), ValueError, r"req_rows.0.: expected at least 0, got -1"),
+    ("seq_lens is None", lambda w: w.read(seq=None), TypeError, "seq_lens: expected .*got NoneType"),
+    ("seq_lens is an int", lambda w: w.read(seq=16), TypeError, "seq_lens: expected .*got int"),
+    ("too few lengths", lambda w: w.read(seq=(16,)), ValueError, r"seq_lens: expected shape .2., got .1,."),
+    (
+        "lengths elsewhere",
+        lambda w: w.read(seq=torch.ones(2, dtype=torch.int64, device="meta")),
+        ValueError,
+        "seq_lens: expected a tensor on the host or on .*, got meta",
+    ),
+    ("past the table", lambda w: w.read(seq=(17, 9)), ValueError, r"seq_lens.0.: expected at most 16 tokens, got 17"),
+    ("past max_len", lambda w: w.read(max_len=8), ValueError, r"seq_lens.0.: expected at most 8 tokens, got 16"),
+    ("negative length", lambda w: w.read(seq=(3, -1)), ValueError, r"seq_lens.1.: expected at least 0, got -1"),
+    (
+        "a verify past the table",
+        lambda w: w.read(extra_lens=w.slots(1, 1)),
+        ValueError,
+        r"seq_lens \+ extra_lens.0.: expected at most 16 tokens, got 17",
+    ),
+    (
+        "a verify past the table by an int",
+        lambda w: w.read(extra_lens=1),
+        ValueError,
+        r"seq_lens \+ extra_lens.0.: expected at most 16 tokens, got 17",
+    ),
+    (
+        "lengths that wrap around",
+        lambda w: w.read(seq=(2**62, 1), extra_lens=w.slots(2**62, 2**62)),
+        ValueError,
+        r"seq_lens \+ extra_lens.0.: expected at most 16 tokens",
+    ),
+    ("more queries than tokens", lambda w: w.read(query=(1, 10)), ValueError, r"query_lens.1.: .*got 10"),
+    ("negative queries", lambda w: w.read(query=-1), ValueError, r"query_lens.0.: expected at least 0, got -1"),
+    ("queries of bool", lambda w: w.read(query=True), TypeError, "query_lens: expected .*got bool"),
+    ("extra_lens of float", lambda w: w.read(extra_lens=1.0), TypeError, "extra_lens: expected .*got float"),
+    ("prefix_only of int", lambda w: w.read(prefix_only=1), TypeError, "prefix_only: expected True or False, got 1"),
+    ("max_len of float", lambda w: w.read(max_len=16.0), TypeError, "max_len: expected an int, got float"),
+    ("max_query_len below 0", lambda w: w.read(max_query_len=-1), ValueError, "max_query_len: expected at least 0"),
+    (
+        "unknown consumer",
+        lambda w: w.read(consumer="fa3"),
+        ValueError,
+        r"consumer: expected one of \['triton', 'flashinfer', .*, got 'fa3'",
+    ),
+    ("consumer of int", lambda w: w.read(consumer=3), TypeError, "consumer: expected a name or a ReadStyle, got 3"),
+    (
+        "unknown structure",
+        lambda w: w.read(structure="table"),
+        ValueError,
+        r"structure: expected one of \['ragged', 'pages', 'rows', 'query_rows'\], got 'table'",
+    ),
+    ("index_dtype", lambda w: w.read(index_dtype=torch.int16), TypeError, "index_dtype: expected torch.int32 or"),
+    ("pad", lambda w: w.read(pad=1), ValueError, "pad: expected 0 or -1, got 1"),
+    ("out is a write plan", lambda w: w.read(out=w.write_loc), TypeError, "out: expected a ReadPlan, got KVWriteLoc"),
+    (
+        "plan of another pool",
+        lambda w: w.read(seq=(4, 4), out=other_plan(w)),
+        ValueError,
+        "out: expected a plan of this pool, got one of another pool",
+    ),
+    (
+        "plan of another style",
+        lambda w: w.read(seq=(4, 4), consumer="triton", out=w.reads),
+        ValueError,
+        "out: expected",
+    ),
+    ("plan of another pad", lambda w: w.read(seq=(4, 4), pad=-1, out=w.reads), ValueError, "out: expected a plan of"),
+    (
+        "a batch past the buffer",
+        lambda w: w.read(rows=(0, 1, 0), seq=(1, 1, 1), out=w.reads),
+        ValueError,
+        "out: expected room for 3 requests, got 2",
+    ),
+    (
+        "queries past the buffer",
+        lambda w: w.read(query=(9, 9), out=w.reads),
+        ValueError,
+        r"out: expected room for ragged of window 8 of shape \(25,\), got \(22,\)",
+    ),
+    (
+        "graph of no requests",
+        lambda w: w.pool.graph_read_plan(0, 16),
+        ValueError,
+        "max_reqs: expected at least 1, got 0",
+    ),
+    ("graph of no tokens", lambda w: w.pool.graph_read_plan(1, 0), ValueError, "max_len: expected at least 1, got 0"),
+    ("layer", lambda w: w.reads.for_layer(3), ValueError, "layer_id: expected 0 to 2, got 3"),
+    ("layer of bool", lambda w: w.reads.for_layer(True), ValueError, "layer_id: expected 0 to 2, got True"),
+]
+
+
 CHECKED: list[Bad] = [
+    (
+        "a slot past the last row that attention would read",
+        lambda w: w.read(torch.where(torch.arange(16) == 8, ROWS, w.held).expand(2, 16).to(w.pool.device)),
+        SlotFault,
+        r"req_to_token\[0, 8\]: expected a slot below 36, got 36",
+    ),
     (
         "a slot past the last row",
         lambda w: w.store(0, w.at(8, 9, 10, ROWS)),
@@ -839,6 +984,11 @@ def test_reads_and_moves(world, call, error, fragment):
     assert_refused(world, call, error, fragment)
 
 
+@table(READ_PLANS)
+def test_read_plans(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
 @table(SCALES)
 def test_scales(world, call, error, fragment):
     assert_refused(world, call, error, fragment)
@@ -849,7 +999,7 @@ def test_slots(world, call, error, fragment):
     assert_refused(world, call, error, fragment)
 
 
-@table(STORES + READS + CHECKED)
+@table(STORES + READS + READ_PLANS + CHECKED)
 def test_checked_mode(checked, call, error, fragment):
     assert_refused(checked, call, error, fragment)
 

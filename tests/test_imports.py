@@ -99,7 +99,7 @@ def test_kernels_import_nothing_above_them(file: Path) -> None:
 
 LAYERS = (
     {"errors", "formats", "layers", "arrays"},
-    {"device"},
+    {"device", "consumers"},
     {"dispatch", "pages"},
     {"allocator", "write_loc", "groups", "checks"},
     {"transfer", "read_plan"},

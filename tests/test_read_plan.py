@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, Structure, dispatch
+from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch
 from portakv import device as devices
+from portakv.check import capture
 
 Tensor = torch.Tensor
 
@@ -211,3 +215,371 @@ def test_without_an_swa_side_windows_are_clipped_and_not_translated(device, kern
     plan, counts = ask(world, "verify", structure=structure)
     assert {read.side for read in plan.structures} == {"full"}
     assert compare(world, plan, counts) <= TOLERANCE
+
+
+def test_the_table_of_consumers():
+    """What each consumer takes, row by row: `../shared/FACTS.md` of SGLang 0.5.23, in this API's words."""
+    ragged, pages, rows, query_rows = Structure
+    i32, i64 = torch.int32, torch.int64
+    # full, window, indices, write locations, pad, offset bits, keys that SGLang's own plan is short in decode
+    assert {name: (*dataclasses.astuple(style)[:6], style.decode_keys_short) for name, style in CONSUMERS.items()} == {
+        "triton": (ragged, ragged, i64, i64, 0, 64, 1),
+        "flashinfer": (ragged, ragged, i32, i64, 0, 64, 0),
+        "flashattention": (pages, pages, i32, i64, 0, 64, 0),
+        "trtllm_mha": (pages, pages, i32, i64, 0, 64, 0),
+        "aiter": (pages, ragged, i32, i64, 0, 32, 0),
+        "intel_xpu": (pages, pages, i32, i64, 0, 64, 0),
+        "intel_amx": (rows, rows, i64, i64, 0, 64, 0),
+        "torch_native": (rows, rows, i64, i64, 0, 64, 0),
+        "musa": (pages, pages, i32, i64, 0, 64, 0),
+        "ascend": (pages, pages, i32, i32, 0, 64, 0),
+        "flashmla": (pages, query_rows, i32, i32, -1, 64, 0),
+        "deepseek_v4": (pages, query_rows, i32, i32, -1, 64, 0),
+    }
+    assert {name for name, style in CONSUMERS.items() if style.page_divides} == {"trtllm_mha"}
+    assert {name for name, style in CONSUMERS.items() if style.column_multiple > 1} == {"flashmla", "deepseek_v4"}
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_decode_shows_the_whole_window_to_every_consumer(device, kernels, consumer):
+    """Also where the consumer's own engine shows a key fewer."""
+    world = World([1, 4, 5, 6, 20], 1, device, kernels)
+    plan, _ = ask(world, "decode", consumer=consumer)
+    assert plan.for_layer(1).lens.tolist()[:5] == [1, 4, 5, 5, 5]
+
+
+@pytest.mark.parametrize("consumer", ["flashmla", "deepseek_v4"])
+def test_columns_of_query_rows_are_a_multiple(device, kernels, consumer):
+    world = World([3, 41, 70], 16, device, kernels)
+    for mode in MODES:
+        plan, _ = ask(world, mode, consumer=consumer, structure="query_rows")
+        assert [read.indices.shape[1] for read in plan.structures] == [128, 64, 64, 64]
+        for read in plan.structures:
+            unused = torch.arange(read.indices.shape[1], device=device) >= read.lens[:, None]
+            assert (read.indices[unused] == -1).all()
+
+
+def drop_oldest(read: ReadIndices, page: int) -> ReadIndices:
+    """The oldest key, or page, of each row is forgotten."""
+    step = page if read.structure is Structure.PAGES else 1
+    some = read.lens > step
+    lens, starts = (torch.where(some, x + d, x) for x, d in ((read.lens, -step), (read.starts, step)))
+    if read.structure is not Structure.RAGGED:
+        return dataclasses.replace(read, lens=lens, starts=starts, indices=read.indices.roll(-1, 1))
+    rows = zip(read.indptr.tolist(), read.lens.tolist(), some.tolist(), strict=False)
+    kept = [read.indices[at + cut : at + n] for at, n, cut in rows]
+    indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(lens.dtype)
+    return dataclasses.replace(read, lens=lens, starts=starts, indptr=indptr, indices=torch.cat(kept))
+
+
+def shift_by_one(read: ReadIndices, page: int) -> ReadIndices:
+    """Every key is that of the token before, the first of a sequence another's."""
+    return dataclasses.replace(read, indices=read.indices.roll(1))
+
+
+def untranslated(read: ReadIndices, page: int) -> ReadIndices:
+    """Another slot than the mapping's."""
+    return dataclasses.replace(read, indices=torch.where(read.indices > 1, read.indices - 1, read.indices))
+
+
+@pytest.mark.parametrize("wrong", [drop_oldest, shift_by_one, untranslated])
+@pytest.mark.parametrize("structure", Structure)
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["full", "window 5", "window 8"])
+def test_a_wrong_plan_is_seen(structure, wrong, at):
+    world = World([6, 9, 23, 41], 4, torch.device("cpu"), None)
+    plan, counts = ask(world, "extend", structure=structure)
+    assert compare(world, plan, counts) <= TOLERANCE
+    structures = list(plan.structures)
+    structures[at] = wrong(structures[at], world.page)
+    assert compare(world, dataclasses.replace(plan, structures=tuple(structures)), counts) > 1e-3
+
+
+@pytest.mark.parametrize("page", [1, 3, 4, 48])
+def test_a_page_size_that_the_consumer_cannot_have(device, kernels, page):
+    pool = HybridKVPool(LAYERS[:1], size=96, page_size=page, device=device, kernels=kernels)
+    table, rows, lens = torch.full((1, 4), page, device=device), torch.tensor([0]), torch.tensor([3])
+    calls = [
+        lambda: pool.plan_read(table, rows, lens, consumer="trtllm_mha"),
+        lambda: pool.graph_read_plan(1, 4, consumer="trtllm_mha"),
+    ]
+    for call in calls:
+        if 4096 % page == 0:
+            assert call().for_layer(0).structure is Structure.PAGES
+        else:
+            with pytest.raises(ValueError, match=f"a page size that divides 4096, the pool's is {page}"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragment"),
+    [
+        ({"full": "pages"}, TypeError, "full: expected a Structure, got 'pages'"),
+        ({"index_dtype": torch.int16}, TypeError, "index_dtype: expected torch.int32 or torch.int64, got torch.int16"),
+        ({"write_dtype": None}, TypeError, "write_dtype: expected torch.int32 or torch.int64, got None"),
+        ({"pad": 2}, ValueError, "pad: expected 0 or -1, got 2"),
+        ({"offset_bits": 48}, ValueError, "offset_bits: expected 32 or 64, got 48"),
+        ({"column_multiple": 0}, ValueError, "column_multiple: expected at least 1, got 0"),
+        ({"page_divides": 0}, ValueError, "page_divides: expected at least 1, got 0"),
+    ],
+)
+def test_styles_that_are_none(options, error, fragment):
+    with pytest.raises(error, match=fragment):
+        ReadStyle(**{"full": Structure.PAGES, "window": Structure.PAGES, **options})
+
+
+# Consumers from torch itself.
+
+
+@pytest.mark.parametrize("mode", ["decode", "verify"])
+@pytest.mark.parametrize("structure", [Structure.ROWS, Structure.QUERY_ROWS])
+def test_sdpa_reads_a_plan(device, kernels, structure, mode):
+    """Rows of slots, gathered and masked by position alone."""
+    world = World(edges(4), 4, device, kernels)
+    plan, counts = ask(world, mode, structure=structure)
+    for layer, spec in enumerate(LAYERS):
+        read = plan.for_layer(layer)
+        row, p, q, want = queries_of(world, counts, layer)
+        if structure is Structure.QUERY_ROWS:
+            row = torch.tensor([i for i, n in enumerate(per_query(world, counts)) if n])
+        cache = [x.double()[read.indices[row.to(device)].clamp(min=0)] for x in world.pool.get_kv_buffer(layer)]
+        k, v = (x.movedim(2, 1) for x in cache)  # [queries, H, columns, …]
+        column = torch.arange(read.indices.shape[1], device=device)
+        positions = read.starts[row.to(device), None] + column
+        mask = visible(positions, p.to(device)[:, None], spec.window) & (column < read.lens[row.to(device), None])
+        got = torch.nn.functional.scaled_dot_product_attention(q.to(device)[:, :, None], k, v, mask[:, None, None])
+        assert (got[:, :, 0].cpu() - want).abs().max() <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+@pytest.mark.parametrize("page", [4, 16])
+def test_flex_attention_reads_a_plan(device, kernels, page, mode):
+    """The whole flat cache under a block mask that knows physical pages by the plan's table alone."""
+    world = World([0, 1, 4, 8, 9, 23, 41], page, device, kernels)
+    plan, counts = ask(world, mode)
+    for layer, spec in enumerate(LAYERS):
+        read = plan.for_layer(layer)
+        row, p, q, want = (x.to(device) for x in queries_of(world, counts, layer))
+        k_cache, v_cache = (x.double().movedim(1, 0)[None] for x in world.pool.get_kv_buffer(layer))
+        # Where in the sequence each physical page lies, if it is the sequence's; -1 elsewhere.
+        logical = torch.full((len(world.lengths), k_cache.shape[2] // page), -1, device=device)
+        for b, n in enumerate(read.lens.tolist()):
+            pages = read.indices[b, : -(-n // page)].long()
+            logical[b, pages] = read.starts[b] + page * torch.arange(len(pages), device=device)
+
+        def mask(b, h, q_idx, slot, logical=logical, row=row, p=p, window=spec.window):
+            first = logical[row[q_idx], slot // page]
+            return (first >= 0) & visible(first + slot % page, p[q_idx], window)
+
+        blocks = create_block_mask(mask, None, None, len(q), k_cache.shape[2], device=str(device))
+        got = flex_attention(
+            q.movedim(0, 1)[None].contiguous(), k_cache.contiguous(), v_cache.contiguous(), None, blocks
+        )
+        assert (got[0].movedim(0, 1) - want).abs().max() <= TOLERANCE
+
+
+def per_query(world: World, counts: list[int]) -> list[int]:
+    """For each query row of a plan, whether it is one of a sequence with tokens."""
+    return [n for n, count in zip(world.lengths, counts, strict=True) for _ in range(count)]
+
+
+def queries_of(world: World, counts: list[int], layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every query: its sequence, its position, itself `[H, D]`, and its attention over the plain sequence."""
+    out: list[tuple[int, int, Tensor, Tensor]] = []
+    for b, (n, count) in enumerate(zip(world.lengths, counts, strict=True)):
+        k, v = world.plain[b][layer]
+        for i in range(count if n else 0):
+            p, q = n - count + i, world.queries[b, i]
+            seen = visible(torch.arange(n), p, LAYERS[layer].window)
+            out.append((b, p, q, attend(q, k[seen], v[seen])))
+    row, p, q, want = zip(*out, strict=True)
+    return torch.tensor(row), torch.tensor(p), torch.stack(q), torch.stack(want)
+
+
+# Captured graphs.
+
+
+def contents(plan: ReadPlan) -> list[list[Any]]:
+    names = ("indices", "indptr", "lens", "starts")
+    return [
+        [getattr(read, name).tolist() for name in names if getattr(read, name) is not None] for read in plan.structures
+    ]
+
+
+@pytest.mark.parametrize("consumer", ["triton", "flashattention", "torch_native", "deepseek_v4"])
+def test_a_graphs_plan_keeps_its_addresses_and_resets_every_tail(device, kernels, consumer):
+    lengths = edges(4)
+    world = World(lengths, 4, device, kernels)
+    table = world.table
+    plan = world.pool.graph_read_plan(len(lengths) + 2, max(lengths), max_query_len=12, consumer=consumer)
+    before, empty = [read.indices.data_ptr() for read in plan.structures], contents(plan)
+    fresh, counts = ask(world, "extend", consumer=consumer)
+    arguments = (torch.tensor(lengths), torch.tensor(counts))
+    assert world.pool.plan_read(table, world.rows, *arguments, out=plan) is plan
+    assert compare(world, plan, counts) <= TOLERANCE
+    for got, want in zip(plan.structures, fresh.structures, strict=True):
+        n = want.lens.shape[0]
+        assert torch.equal(got.lens[:n], want.lens)
+        assert not got.lens[n:].any()
+        assert not got.starts[n:].any()
+        if want.structure is Structure.RAGGED:
+            total = want.indices.shape[0]
+            assert torch.equal(got.indices[:total], want.indices)
+            assert (got.indices[total:] == plan.style.pad).all()
+            assert (got.indptr[n:] == total).all()
+        else:
+            assert torch.equal(got.indices[:n, : want.indices.shape[1]], want.indices)
+            assert (got.indices[n:] == plan.style.pad).all()
+            assert (got.indices[:, want.indices.shape[1] :] == plan.style.pad).all()
+    # One sequence where there were many, and none: nothing of the batch before is left.
+    world.pool.plan_read(table, world.rows[-1:], arguments[0][-1:], arguments[1][-1:], out=plan)
+    smaller = contents(plan)
+    other = world.pool.graph_read_plan(len(lengths) + 2, max(lengths), max_query_len=12, consumer=consumer)
+    world.pool.plan_read(table, world.rows[-1:], arguments[0][-1:], arguments[1][-1:], out=other)
+    assert contents(other) == smaller != empty
+    world.pool.plan_read(table, world.rows[:0], arguments[0][:0], out=plan)
+    assert contents(plan) == empty
+    assert [read.indices.data_ptr() for read in plan.structures] == before
+
+
+@pytest.mark.parametrize("consumer", ["triton", "flashattention", "torch_native", "deepseek_v4"])
+def test_a_captured_fill_follows_its_inputs(device, kernels, consumer):
+    """Lengths on the device: a replay reads what they are by then, and nothing waits for them."""
+    world = World([1, 4, 5, 9, 23, 41], 4, device, kernels)
+    table, size = world.table, len(world.lengths)
+    plan = world.pool.graph_read_plan(size, 41, max_query_len=3, consumer=consumer)
+    rows, seq_lens, query_lens = torch.zeros((3, size), dtype=torch.int64, device=device)
+    replay = capture(lambda: world.pool.plan_read(table, rows, seq_lens, query_lens, out=plan), device)
+    for counts in ([1] * size, [1, 3, 0, 2, 3, 1], [0] * size):
+        rows.copy_(world.rows)
+        seq_lens.copy_(torch.tensor(world.lengths))
+        query_lens.copy_(torch.tensor(counts))
+        replay()
+        assert compare(world, plan, counts) <= TOLERANCE
+    assert not any(world.pool.faults().values())
+
+
+def test_the_bounds_of_a_graph_hold_every_batch_within_them():
+    random.seed(0)
+    for page, structure in itertools.product(PAGES, Structure):
+        pool = HybridKVPool(LAYERS, size=64, swa_size=48, page_size=page, device="cpu")
+        table = torch.zeros((1, 60), dtype=torch.int64)
+        for _ in range(40):
+            size, max_len, max_queries = random.randint(1, 4), random.randint(1, 60), random.randint(1, 20)
+            plan = pool.graph_read_plan(size, max_len, max_query_len=max_queries, structure=structure)
+            lengths = torch.tensor([random.choice((max_len, random.randint(0, max_len))) for _ in range(size)])
+            queries = torch.tensor([random.randint(0, min(max_queries, n)) for n in lengths.tolist()])
+            pool.plan_read(table, torch.zeros_like(lengths), lengths, queries, out=plan)
+        assert not any(pool.faults().values())
+
+
+# A forward of 48 layers.
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_launches_of_a_forward(device, kernels, graph):
+    layers = [LayerSpec(None if i % 6 == 5 else (64, 128)[i % 2], 1, 8) for i in range(48)]
+    pool = HybridKVPool(layers, size=256, swa_size=192, device=device, kernels=kernels)
+    launches: Counter[str] = Counter()
+    counted(pool._planner, "_build_read", launches)
+    for name in ("_translate_loc", "_cast_loc", "_patch_map"):
+        counted(pool, name, launches)
+    loc = pool.allocator.alloc(5)
+    table = loc[None].to(pool.device)
+    rows, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([5])
+    write_loc = pool.graph_write_loc(8)
+    plan = pool.graph_read_plan(4, 8, consumer="triton") if graph else None
+    launches.clear()
+    if graph:
+        write_loc.fill(loc)
+        pool.plan_read(table, rows, lens, out=plan)
+    else:
+        write_loc, plan = pool.plan_write(loc), pool.plan_read(table, rows, lens, consumer="triton")
+    x = torch.zeros(5, 1, 8, device=pool.device)
+    for layer in range(48):
+        pool.set_kv_buffer(layer, write_loc[:5], x, x)
+        assert plan.for_layer(layer).window == layers[layer].window
+    assert launches == {"_translate_loc": 1, "_build_read": 3}
+
+
+def counted(owner: Any, name: str, launches: Counter[str]) -> None:
+    kernel = getattr(owner, name)
+
+    def call(*args: Any) -> None:
+        launches[name] += 1
+        kernel(*args)
+
+    setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_an_idle_rank_launches_nothing(device, kernels, structure):
+    pool = HybridKVPool(LAYERS, size=64, swa_size=48, device=device, kernels=kernels)
+    launches: Counter[str] = Counter()
+    counted(pool._planner, "_build_read", launches)
+    none = torch.zeros(0, dtype=torch.int64)
+    for queries in (None, 3, none):
+        plan = pool.plan_read(
+            torch.zeros((0, 0), dtype=torch.int32, device=device), none, none, queries, structure=structure
+        )
+        for read in plan.structures:
+            assert read.indices.numel() == read.lens.numel() == read.starts.numel() == 0
+            assert read.indptr is None or read.indptr.tolist() == [0]
+    assert not launches
+
+
+# Where a plan's arguments come from.
+
+
+@pytest.mark.parametrize("extra", [3, torch.tensor([3, 3, 3])], ids=["int", "tensor"])
+def test_an_int_stands_for_one_length_of_all(device, kernels, extra):
+    world = World([3, 9, 23], 4, device, kernels)
+    committed = torch.tensor([0, 6, 20])
+    plan = world.pool.plan_read(world.table, world.rows, committed, extra_lens=extra)
+    assert compare(world, plan, [3, 3, 3]) <= TOLERANCE
+    plan = world.pool.plan_read(world.table, world.rows, committed + 3, 2)
+    assert compare(world, plan, [2, 2, 2]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((torch.int32, torch.int64), repeat=4)), ids=str)
+def test_integers_on_the_host_may_be_of_either_width(device, kernels, dtypes):
+    world = World([3, 9, 23], 4, device, kernels)
+    lengths, queries = torch.tensor(world.lengths), torch.tensor([1, 3, 2])
+    columns = (world.rows, lengths - queries, queries, queries)
+    rows, seq, query, extra = (x.to(dtype) for x, dtype in zip(columns, dtypes, strict=True))
+    plan = world.pool.plan_read(world.table.to(dtypes[0]), rows, seq, query, extra_lens=extra, consumer="flashinfer")
+    assert compare(world, plan, queries.tolist()) <= TOLERANCE
+
+
+def test_strided_arguments(device, kernels):
+    """Columns of a wider table, and lengths that are every second of an array."""
+    world = World([3, 9, 23], 4, device, kernels)
+    wide = torch.full((2 * len(world.host_table), world.host_table.shape[1] + 5), 2**40)
+    wide[::2, 3:-2] = world.host_table
+    rows, lengths = (x.repeat_interleave(2)[::2] for x in (world.rows, torch.tensor(world.lengths)))
+    plan = world.pool.plan_read(wide.to(device)[::2, 3:-2], rows, lengths, 2)
+    assert compare(world, plan, [2, 2, 2]) <= TOLERANCE
+
+
+def test_a_plan_is_a_snapshot(device, kernels):
+    world = World([3, 9, 23], 1, device, kernels)
+    plan, counts = ask(world, "decode", consumer="triton")
+    before = contents(plan)
+    world.evict([3, 9, 23])
+    assert contents(plan) == before
+    assert compare(world, plan, counts) <= TOLERANCE
+
+
+def test_a_draft_on_shared_slots_reads_like_its_target(device, kernels):
+    """One allocator and one mapping: an all-full draft reads full slots, a hybrid one the target's SWA slots."""
+    world = World([3, 9, 23], 4, device, kernels)
+    options = {"page_size": 4, "dtype": torch.float32, "device": device, "kernels": kernels, "slots_of": world.pool}
+    arguments = (world.table, world.rows, torch.tensor(world.lengths))
+    of_target = world.pool.plan_read(*arguments).for_layer(1)
+    hybrid = HybridKVPool([LayerSpec(5, 1, 8)], size=1024, swa_size=512, **options).plan_read(*arguments).for_layer(0)
+    plain = HybridKVPool([LayerSpec(5, 1, 8)], size=1024, **options).plan_read(*arguments).for_layer(0)
+    assert (of_target.side, hybrid.side, plain.side) == ("swa", "swa", "full")
+    assert torch.equal(of_target.indices, hybrid.indices)
+    for b, (row, n) in enumerate(zip(world.rows.tolist(), world.lengths, strict=True)):
+        first = max(n - 5, 0) // 4 * 4
+        assert plain.indices[b, : -(-(n - first) // 4)].tolist() == (world.host_table[row, first:n:4] // 4).tolist()
