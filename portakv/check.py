@@ -17,12 +17,13 @@ import torch
 
 from portakv import device as devices
 from portakv import dispatch, testing
+from portakv.buffers import Mismatch
 from portakv.errors import NoKernel
 from portakv.formats import PAD, KVFormat
 from portakv.kernels import reference
 from portakv.layers import LayerSpec
 from portakv.pool import HybridKVPool
-from portakv.testing import Case, Mismatch
+from portakv.testing import Case
 
 Tensor = torch.Tensor
 Result = Literal["passed", "failed", "unavailable", "definition"]

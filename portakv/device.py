@@ -13,6 +13,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,20 @@ class Package:
     version: str | None = None
     problem: str | None = None
     backends: tuple[str, ...] = ()
+
+    def why_not(self, name: str, oldest: str, backend: str | None) -> str | None:
+        """Why it cannot serve as package `name` of version `oldest` ("" for any) with `backend`, or None."""
+        if self.problem is not None:
+            return f"{name}: {self.problem}"
+        if oldest and _version(self.version or "") < _version(oldest):
+            return f"{name} {self.version} is older than {oldest}"
+        if backend is not None and backend not in self.backends:
+            return f"{name} {self.version} has no {backend} backend, only {list(self.backends)}"
+        return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ class Row:
     origin: str
     package: str | None = None
     backend: str | None = None
-    layouts: tuple[Layout, ...] = (Layout.ROWS, Layout.MLA)
+    layouts: tuple[Layout, ...] = (Layout.ROWS, Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32)
     checks: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     equal_dims: bool = False
@@ -68,6 +67,8 @@ TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "store_kv": EVERYWHERE | {XPU: (TRITON_XPU, IPEX, REFERENCE)},
     "gather_kv": EVERYWHERE,
     "move_kv": EVERYWHERE,
+    "store_kv_flashmla": EVERYWHERE,
+    "gather_kv_flashmla": EVERYWHERE,
 }
 
 
@@ -118,14 +119,7 @@ def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
     if row.package is None:
         return None
     name, _, oldest = row.package.partition(">=")
-    package = found.packages.get(name, Package(problem="not installed"))
-    if package.problem is not None:
-        return f"{name}: {package.problem}"
-    if oldest and _version(package.version or "") < _version(oldest):
-        return f"{name} {package.version} is older than {oldest}"
-    if row.backend is not None and row.backend not in package.backends:
-        return f"{name} {package.version} has no {row.backend} backend, only {list(package.backends)}"
-    return None
+    return found.packages.get(name, Package(problem="not installed")).why_not(name, oldest, row.backend)
 
 
 def _cannot_store(row: Row, fmt: KVFormat, num_rows: int) -> str | None:
@@ -141,24 +135,19 @@ def _cannot_store(row: Row, fmt: KVFormat, num_rows: int) -> str | None:
     return None
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def parse_kernels(text: str) -> dict[str, str]:
     """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference" as op -> row."""
-    items = [item.strip().partition("=") for item in text.split(",") if item.strip()]
-    return {op: name for op, _, name in items}
+    return {op: name for op, _, name in (item.strip().partition("=") for item in text.split(",") if item.strip())}
 
 
 def select_all(
     found: DeviceFacts,
     kernels: Mapping[str, str] | None = None,
     strict: bool = False,
-    fmt: KVFormat | None = None,
+    formats: Mapping[str, KVFormat | None] | None = None,
     num_rows: int = 0,
 ) -> dict[str, Selection]:
-    """A selection for every op (see `Request`); `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
+    """A selection for each op of `formats`, or of the table; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
 
     Raises `ValueError` for an op or a row that the table does not have.
     """
@@ -171,7 +160,8 @@ def select_all(
         names = sorted({row.name for rows in TABLE[op].values() for row in rows})
         if name not in names:
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
-    return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op in TABLE}
+    asked = dict.fromkeys(TABLE) if formats is None else formats
+    return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op, fmt in asked.items()}
 
 
 def load(op: str, selection: Selection) -> Callable[..., None]:

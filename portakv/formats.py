@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,10 @@ PAD = 0
 
 FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv", "build_read")
 """Entries of a fault counter, one int64 per op that can meet a slot it has to skip."""
+
+
+SLOT_OPS = ("translate_loc", "cast_loc", "patch_map", "build_read")
+"""The ops that know no format."""
 
 
 class Layout(enum.Enum):
@@ -57,6 +61,10 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 
+_PAGE_UNIT = 576
+"""FlashMLA wants the bytes of a DeepSeek-V4 page to be a multiple of this."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """One layer group's memory layout; stores, plans, byte counts, exports and tests all read it.
@@ -94,12 +102,46 @@ class KVFormat:
     def tag(self) -> str:
         """A string that two formats share only if their bytes mean the same; exports carry it."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.layout.value}/{dtype}/h{self.num_kv_heads}/k{self.head_dim}/v{self.v_head_dim}"
+        page = f"/p{self.page_size}" if self.item_slots > 1 else ""
+        return f"{self.layout.value}/{dtype}/h{self.num_kv_heads}/k{self.head_dim}/v{self.v_head_dim}{page}"
 
     @property
     def source_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What `store_kv` takes: every float by value, the storage dtype byte for byte."""
-        return FLOAT_DTYPES if self.dtype in FLOAT_DTYPES else (*FLOAT_DTYPES, self.dtype)
+        """What a store takes: every float by value, the storage dtype of plain rows byte for byte."""
+        return FLOAT_DTYPES if self.block or self.dtype in FLOAT_DTYPES else (*FLOAT_DTYPES, self.dtype)
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """What a gather gives unless it is asked for another dtype."""
+        return torch.bfloat16 if self.block else self.dtype
+
+    @property
+    def block(self) -> int:
+        """Values that share a scale of their own, stored beside them; 0 where a KV head has one scale."""
+        return {Layout.FLASHMLA: 64, Layout.FLASHMLA_V32: 128}.get(self.layout, 0)
+
+    @property
+    def family(self) -> str:
+        """What follows "store_kv" and "gather_kv" in the name of the ops that serve this layout."""
+        return "_flashmla" if self.block else ""
+
+    @property
+    def raw(self) -> KVFormat:
+        """The format in which the stored bytes of slots move unchanged, to other slots or to the host."""
+        if self.layout is Layout.FLASHMLA:
+            dims = self.head_dim + 2 * self.v_head_dim, self.head_dim // self.block + 1
+        elif self.layout is Layout.FLASHMLA_V32:
+            dims = self.head_dim + 4 * (self.head_dim // self.block), 2 * self.v_head_dim
+        else:
+            return self
+        return KVFormat(1, *dims, self.dtype, self.page_size)
+
+    @property
+    def ops(self) -> dict[str, KVFormat]:
+        """The ops that a pool of this format needs, and the format that each is given."""
+        own = {f"store_kv{self.family}": self, f"gather_kv{self.family}": self}
+        raw = self.raw
+        return own | {f"{op}{raw.family}": raw for op in ("store_kv", "gather_kv", "move_kv")}
 
     def problem(self, mla: bool) -> str | None:
         """What keeps an MLA layer, or one of K and V heads, from being laid out so; None if nothing does."""
@@ -107,31 +149,56 @@ class KVFormat:
             return "an MLA latent"
         if not mla and self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32):
             return "K and V heads"
+        dims = {Layout.FLASHMLA: (448, 64), Layout.FLASHMLA_V32: (512, 64)}.get(self.layout)
+        if dims not in (None, (self.head_dim, self.v_head_dim)):
+            return f"dims {self.head_dim} and {self.v_head_dim} instead of {dims}"
+        if self.block and self.dtype != torch.float8_e4m3fn:
+            return f"{self.dtype} instead of torch.float8_e4m3fn"
         return None
 
     @property
     def item_slots(self) -> int:
         """Slots that share an item of a buffer: a page where the bytes of one token lie apart."""
-        return 1
+        return self.page_size if self.layout is Layout.FLASHMLA else 1
 
     @property
     def item_bytes(self) -> tuple[int, ...]:
         """Bytes of one item in each buffer: in K's and in V's, or in the only one."""
-        return (self.row_bytes,) if self.layout is Layout.MLA else (self.k_row_bytes, self.v_row_bytes)
+        raw = self.raw
+        if self.layout is Layout.FLASHMLA:
+            return (-(-self.page_size * raw.row_bytes // _PAGE_UNIT) * _PAGE_UNIT,)
+        one = self.layout in (Layout.MLA, Layout.FLASHMLA_V32)
+        return (raw.row_bytes,) if one else (raw.k_row_bytes, raw.v_row_bytes)
 
     def nbytes(self, num_rows: int) -> int:
         """Bytes of one layer of `num_rows` slots, the reserved page's among them."""
         return num_rows // self.item_slots * sum(self.item_bytes)
 
     def caches(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every layer as the ops take them, views of `buffers`: `[L, rows, H, D]` and `[L, rows, H, Dv]`."""
-        k, *rest = (x.view(self.dtype).view(*x.shape[:2], self.num_kv_heads, -1) for x in buffers)
-        v = k[..., self.head_dim :] if self.layout is Layout.MLA else rest[0]
-        return k[..., : self.head_dim], v
+        """K and V of every layer as the ops take them, views of `buffers`: `[L, rows, H, D]` and `[L, rows, H, Dv]`.
+
+        FlashMLA's are those of `raw`: DeepSeek-V4's K `[L, pages, page, 1, 576]` has a token's quantised values and its
+        rope part, V `[L, pages, page, 1, 8]` their scales; V3.2's K `[L, rows, 1, 528]` has values and scales, V
+        `[L, rows, 1, 128]` the rope part.
+        """
+        raw, (k, *rest) = self.raw, [x.view(self.dtype) for x in buffers]
+        if self.layout is Layout.FLASHMLA:
+            end = self.page_size * raw.head_dim
+            parts = k[..., :end], k[..., end : end + self.page_size * raw.v_head_dim]
+            k, v = (x.view(*x.shape[:2], self.page_size, 1, -1) for x in parts)
+            return k, v
+        k, *rest = (x.view(*x.shape[:2], self.num_kv_heads, -1) for x in (k, *rest))
+        return k[..., : raw.head_dim], rest[0] if rest else k[..., raw.head_dim :]
 
     def readable(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of every layer as attention takes them, views of `buffers`; for MLA, whose V is part of K, the
-        whole rows `[L, rows, 1, D + Dv]` and their latent."""
+        whole rows `[L, rows, 1, D + Dv]` and their latent; for FlashMLA twice its uint8 pages `[L, pages, page, 1,
+        584 or 656]`, which in DeepSeek-V4 lie further apart than they are long."""
+        if self.block:
+            pages = buffers[0].view(buffers[0].shape[0], -1, self.item_bytes[0] * self.page_size // self.item_slots)
+            pages = pages[..., : self.page_size * self.raw.row_bytes]
+            pages = pages.view(*pages.shape[:2], self.page_size, 1, -1)
+            return pages, pages
         k, v = self.caches(buffers)
         if self.layout is Layout.MLA:
             return buffers[0].view(self.dtype)[:, :, None], k
@@ -189,14 +256,19 @@ def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
         out[Variant("cast_loc", index_dtype=index, out_index_dtype=torch.int32)] = None
     out[Variant("patch_map")] = None
     for fmt in formats:
-        for dtype in fmt.source_dtypes:
-            # Rows whose dims are not whole vectors cannot all be aligned to one.
-            dim_bytes = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
-            alignments = (dtype.itemsize,) if dim_bytes % VECTOR_BYTES else (VECTOR_BYTES, dtype.itemsize)
-            for index in INDEX_DTYPES:
-                for alignment in alignments:
-                    out[Variant("store_kv", fmt, dtype, index, alignment=alignment)] = None
-                    out[Variant("gather_kv", fmt, dtype, index, alignment=alignment)] = None
-                    if dtype == fmt.dtype:
-                        out[Variant("move_kv", fmt, dtype, index, alignment=alignment)] = None
+        out |= dict.fromkeys(_row_variants(fmt, fmt.source_dtypes))
+        out |= dict.fromkeys(_row_variants(fmt.raw, (fmt.raw.dtype,)))
     return tuple(out)
+
+
+def _row_variants(fmt: KVFormat, dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
+    for dtype in dtypes:
+        # Rows whose dims are not whole vectors cannot all be aligned to one.
+        dim_bytes = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
+        alignments = (dtype.itemsize,) if dim_bytes % VECTOR_BYTES else (VECTOR_BYTES, dtype.itemsize)
+        for index in INDEX_DTYPES:
+            for alignment in alignments:
+                yield Variant(f"store_kv{fmt.family}", fmt, dtype, index, alignment=alignment)
+                yield Variant(f"gather_kv{fmt.family}", fmt, dtype, index, alignment=alignment)
+                if dtype == fmt.dtype:
+                    yield Variant("move_kv", fmt, dtype, index, alignment=alignment)

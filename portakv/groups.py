@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,8 @@ class LayerGroup:
 
     `layers` are the model layers in the order of axis 0, `windows` theirs. `buffers` are the allocations `[L, items,
     bytes]`, `k_caches` and `v_caches` views of them (`KVFormat.caches`). `scales` is float32 `[4, L, H]`: K scale,
-    V scale and the reciprocal of each. The kernels are the rows chosen for `fmt`.
+    V scale and the reciprocal of each. The kernels are the rows chosen for `fmt`; the raw ones and
+    `move` take `raw`, and move stored bytes.
     """
 
     side: str
@@ -61,8 +62,11 @@ class LayerGroup:
     scales: torch.Tensor
     store: Callable[..., None]
     gather: Callable[..., None]
-    move: Callable[..., None]
     store_checks: bool
+    raw: KVFormat
+    raw_store: Callable[..., None]
+    raw_gather: Callable[..., None]
+    move: Callable[..., None]
 
     @property
     def kv_bytes(self) -> int:
@@ -118,6 +122,15 @@ def plan_groups(
             raise ValueError(f"layout: expected layers that {layout.value!r} can hold, got {problem} in layer {i}")
         groups[side, fmt] = (*groups.get((side, fmt), ()), i)
     return groups
+
+
+def name_rows(selections: Iterable[Mapping[str, dispatch.Selection]]) -> dict[str, str]:
+    """Each op's rows in use: a format that a row cannot store may send one group elsewhere."""
+    names: dict[str, dict[str, None]] = {}
+    for chosen in selections:
+        for op, selection in chosen.items():
+            names.setdefault(op, {})[selection.row.name] = None
+    return {op: ", ".join(of) for op, of in names.items()}
 
 
 def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
@@ -180,9 +193,14 @@ def allocate_group(
 ) -> LayerGroup:
     """Zeroed storage for layers `ids`, scales of 1, and the kernels chosen for the format."""
     side, fmt = key
+    raw = fmt.raw
     shapes = [(len(ids), num_rows // fmt.item_slots, item) for item in fmt.item_bytes]
     buffers = tuple(devices.zeros(math.prod(shape), device).view(shape) for shape in shapes)
     k_caches, v_caches = fmt.caches(buffers)
+
+    def load(op: str, of: KVFormat) -> Callable[..., None]:
+        return dispatch.load(f"{op}{of.family}", chosen[f"{op}{of.family}"])
+
     return LayerGroup(
         side=side,
         fmt=fmt,
@@ -193,8 +211,11 @@ def allocate_group(
         k_caches=k_caches,
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
-        store=dispatch.load("store_kv", chosen["store_kv"]),
-        gather=dispatch.load("gather_kv", chosen["gather_kv"]),
-        move=dispatch.load("move_kv", chosen["move_kv"]),
-        store_checks=chosen["store_kv"].row.checks,
+        store=load("store_kv", fmt),
+        gather=load("gather_kv", fmt),
+        store_checks=chosen[f"store_kv{fmt.family}"].row.checks,
+        raw=raw,
+        raw_store=load("store_kv", raw),
+        raw_gather=load("gather_kv", raw),
+        move=load("move_kv", raw),
     )

@@ -13,8 +13,8 @@ from portakv import checks, dispatch, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
 from portakv.consumers import ReadStyle
-from portakv.formats import FAULT_KINDS, INDEX_DTYPES, Structure
-from portakv.groups import Layer, allocate_group, fit_sizes, plan_groups
+from portakv.formats import FAULT_KINDS, INDEX_DTYPES, SLOT_OPS, Structure
+from portakv.groups import Layer, allocate_group, fit_sizes, name_rows, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.transfer import HostCopy
@@ -67,11 +67,10 @@ class HybridKVPool:
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
-        common = dispatch.select_all(found, kernels, strict)
+        common = dispatch.select_all(found, kernels, strict, {op: None for op in SLOT_OPS if op in dispatch.TABLE})
         rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
-        chosen = {key: dispatch.select_all(found, kernels, strict, key[1], rows[key[0]]) for key in groups}
-        # A format that a row cannot store may send one group elsewhere: every row in use is named.
-        self.kernels = {op: ", ".join(dict.fromkeys(c[op].row.name for c in chosen.values())) for op in common}
+        chosen = {key: dispatch.select_all(found, kernels, strict, key[1].ops, rows[key[0]]) for key in groups}
+        self.kernels = name_rows((common, *chosen.values()))
 
         self._owns_slots = slots_of is None
         if slots_of is None:
@@ -292,12 +291,11 @@ class HybridKVPool:
         loc = checks.side_slots("locations", layer_id, layer, locations)
         if dtype is not None and dtype not in layer.sources:
             raise TypeError(f"dtype: expected one of {sorted(map(str, layer.sources))}, got {dtype}")
+        made = dtype or layer.fmt.read_dtype
         if k_out is None:
-            k_out = torch.zeros((loc.shape[0], *layer.k_tail), dtype=dtype or self.dtype, device=self.device)
+            k_out = torch.zeros((loc.shape[0], *layer.k_tail), dtype=made, device=self.device)
         if v_out is None:
-            v_out = torch.zeros(
-                (loc.shape[0], *layer.v_tail), dtype=getattr(k_out, "dtype", self.dtype), device=self.device
-            )
+            v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=getattr(k_out, "dtype", made), device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
         checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
         if self._checking():
@@ -334,7 +332,7 @@ class HybridKVPool:
             checks.check_distinct("tgt", to.loc, self.page_size)
         for group in self.groups:
             write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
-            group.move(group.k_caches, group.v_caches, write, read, self._faults, group.fmt)
+            group.move(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
 
     def copy_to_host(self, slots: Tensor) -> HostCopy:
         """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from portakv.buffers import Buffer, canary, compare, wrap
 from portakv.formats import (
     FAULT_KINDS,
     FLOAT_DTYPES,
     FP8_DIALECTS,
+    VECTOR_BYTES,
     KVFormat,
     Layout,
     ReadFormat,
@@ -28,7 +30,6 @@ from portakv.formats import (
 )
 from portakv.kernels import reference
 
-CANARY = 0xA5
 TOKENS = (0, 1, 2, 7, 33, 131)
 STYLES = ("dense", "strided", "paged")
 """How rows and caches lie: dense; slices of a fused QKV and a head-major cache; pages apart from each other."""
@@ -40,38 +41,12 @@ SHAPES = ((1, 8, 8), (8, 128, 128), (1, 80, 80), (3, 96, 64), (6, 192, 128), (2,
 """(KV heads, K dim, V dim): powers of two and not, K and V alike and not."""
 
 
-class Mismatch(AssertionError):
-    """A kernel's bytes differ from the reference's."""
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     variant: Variant
     tokens: int
     style: str
     seed: int
-
-
-@dataclass(slots=True)
-class Buffer:
-    """A strided tensor inside a canary-filled allocation."""
-
-    storage: torch.Tensor
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.storage.as_strided(self.size, self.stride, self.offset)
-
-    def copy(self, device: torch.device) -> torch.Tensor:
-        """A copy of the whole allocation."""
-        return self.storage.view(torch.uint8).clone().to(device).view(self.storage.dtype)
-
-    def columns(self, begin: int, end: int) -> Buffer:
-        """Columns of the last axis, in the same allocation."""
-        return replace(self, size=(*self.size[:-1], end - begin), offset=self.offset + begin)
 
 
 Arg = Buffer | KVFormat | ReadFormat | int | None
@@ -92,17 +67,23 @@ class _Random(random.Random):
 
 
 def formats() -> tuple[KVFormat, ...]:
-    """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16; MLA rows, plain and quantised."""
+    """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16; MLA rows, plain, quantised and packed."""
     dtypes = (*FLOAT_DTYPES, *FP8_DIALECTS)
     mla = tuple(
         KVFormat(1, *shape, dtype, 4, Layout.MLA)
         for shape, dtype in zip(MLA_SHAPES, (torch.bfloat16, torch.float8_e4m3fn), strict=True)
     )
-    return mla + tuple(
-        KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
-        for i, dtype in enumerate(dtypes)
-        for j, shape in enumerate(SHAPES)
-        if (i + j) % 2 == 0 or shape == (8, 128, 128)
+    e4m3fn = torch.float8_e4m3fn
+    packed = KVFormat(1, 448, 64, e4m3fn, 4, Layout.FLASHMLA), KVFormat(1, 512, 64, e4m3fn, 1, Layout.FLASHMLA_V32)
+    return (
+        mla
+        + packed
+        + tuple(
+            KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
+            for i, dtype in enumerate(dtypes)
+            for j, shape in enumerate(SHAPES)
+            if (i + j) % 2 == 0 or shape == (8, 128, 128)
+        )
     )
 
 
@@ -120,30 +101,18 @@ def cases(op: str) -> Iterator[Case]:
 def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device) -> None:
     """Run `kernel` on `device` and the reference on the CPU, on equal inputs; raise `Mismatch` if any byte differs."""
     expected = build(case)
-    copies = {id(arg.storage): arg.copy(device) for arg in expected if isinstance(arg, Buffer)}
+    copies = {id(arg.storage): arg.to(device).storage for arg in expected if isinstance(arg, Buffer)}
     got = [replace(arg, storage=copies[id(arg.storage)]) if isinstance(arg, Buffer) else arg for arg in expected]
     getattr(reference, op)(*_tensors(expected))
     kernel(*_tensors(got))
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if isinstance(want, Buffer):
             assert isinstance(have, Buffer)
-            _compare(f"{case}: argument {i}", want, have)
+            compare(f"{case}: argument {i}", want, have)
 
 
 def _tensors(args: list[Arg]) -> list[torch.Tensor | KVFormat | ReadFormat | int | None]:
     return [arg.tensor if isinstance(arg, Buffer) else arg for arg in args]
-
-
-def _compare(what: str, want: Buffer, have: Buffer) -> None:
-    a, b = want.storage.view(torch.uint8).cpu(), have.storage.view(torch.uint8).cpu()
-    if torch.equal(a, b):
-        return
-    at = int((a != b).nonzero()[0])
-    element = at // want.storage.dtype.itemsize - want.offset
-    raise Mismatch(
-        f"{what}: byte {at} (element {element} of {want.size} with strides {want.stride}): "
-        f"expected {int(a[at]):#04x}, got {int(b[at]):#04x}; {int((a != b).sum())} bytes differ"
-    )
 
 
 def build(case: Case) -> list[Arg]:
@@ -199,7 +168,7 @@ def _gather_args(case: Case, rng: _Random) -> list[Arg]:
 def _move_args(case: Case, rng: _Random) -> list[Arg]:
     fmt = _fmt(case)
     num_rows = _num_rows(case, fmt)
-    caches = _parts(fmt, lambda dim: canary((2, num_rows, fmt.num_kv_heads, dim), fmt.dtype))
+    caches = _caches(case, fmt, num_rows, layers=2)
     for cache in caches:
         _fill(cache.tensor, rng)
     tgt = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
@@ -273,25 +242,10 @@ _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
     "store_kv": _store_args,
     "gather_kv": _gather_args,
     "move_kv": _move_args,
+    "store_kv_flashmla": _store_args,
+    "gather_kv_flashmla": _gather_args,
     "build_read": _read_args,
 }
-
-
-def wrap(tensor: torch.Tensor) -> Buffer:
-    """`tensor` with canary elements before and after it."""
-    out = canary(tuple(tensor.shape), tensor.dtype)
-    out.tensor.copy_(tensor)
-    return out
-
-
-def canary(size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Buffer:
-    """A tensor of canary bytes, 64 bytes of them on either side; dense unless `stride` says otherwise."""
-    if stride is None:
-        stride = tuple(torch.empty(size, device="meta").stride())
-    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
-    margin = 64 // dtype.itemsize
-    storage = torch.full(((span + 2 * margin) * dtype.itemsize,), CANARY, dtype=torch.uint8)
-    return Buffer(storage.view(dtype), size, stride, margin)
 
 
 def faults() -> Buffer:
@@ -336,29 +290,40 @@ def _rows(case: Case, dtype: torch.dtype, dim: int, rng: _Random | None = None) 
     return out
 
 
-def _caches(case: Case, fmt: KVFormat, num_rows: int) -> list[Buffer]:
-    return _parts(fmt, lambda dim: _cache(case, fmt, num_rows, dim))
+def _caches(case: Case, fmt: KVFormat, num_rows: int, layers: int = 0) -> list[Buffer]:
+    """K and V caches, `layers` of each or one: buffers of their own, or the two parts of each row or page."""
+    raw, page = fmt.raw, fmt.page_size
+    if fmt.layout in (Layout.ROWS, Layout.CPU_AMX, Layout.CPU_VEC):
+        return [_cache(case, fmt, num_rows, layers, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
+    if fmt.layout is not Layout.FLASHMLA:
+        rows = _cache(case, fmt, num_rows, layers, raw.head_dim + raw.v_head_dim)
+        return [rows.columns(0, raw.head_dim), rows.columns(raw.head_dim, raw.head_dim + raw.v_head_dim)]
+    apart = fmt.item_bytes[0] + (0 if case.style == "dense" else VECTOR_BYTES)
+    pages = canary((num_rows // page, page * raw.row_bytes), fmt.dtype, (apart, 1))
+    out, begin = [], 0
+    for dim in (raw.head_dim, raw.v_head_dim):
+        size, stride = (num_rows // page, page, 1, dim), (apart, dim, dim, 1)
+        out.append(replace(pages, size=size, stride=stride, offset=pages.offset + begin))
+        begin += page * dim
+    return out
 
 
-def _parts(fmt: KVFormat, make: Callable[[int], Buffer]) -> list[Buffer]:
-    """K and V caches of a layout: buffers of their own, or the two parts of each row."""
-    if fmt.layout is not Layout.MLA:
-        return [make(fmt.head_dim), make(fmt.v_head_dim)]
-    whole = fmt.head_dim + fmt.v_head_dim
-    rows = make(whole)
-    return [rows.columns(0, fmt.head_dim), rows.columns(fmt.head_dim, whole)]
-
-
-def _cache(case: Case, fmt: KVFormat, num_rows: int, dim: int) -> Buffer:
+def _cache(case: Case, fmt: KVFormat, num_rows: int, layers: int, dim: int) -> Buffer:
     """A cache: dense rows, head-major rows of a wider buffer, or pages `[pages, page, H, dim]` that lie apart."""
     heads, page = fmt.num_kv_heads, fmt.page_size
-    pad = case.variant.alignment // fmt.dtype.itemsize
-    if case.style == "dense":
-        return canary((num_rows, heads, dim), fmt.dtype)
+    # FlashMLA's rows start at a vector's multiple whatever a variant promises of the others.
+    pad = (VECTOR_BYTES if fmt.block else case.variant.alignment) // fmt.dtype.itemsize
+    size: tuple[int, ...] = (num_rows, heads, dim)
+    stride: tuple[int, ...] = (heads * dim, dim, 1)
     if case.style == "strided":
-        return canary((num_rows, heads, dim), fmt.dtype, (2 * dim, 2 * dim * num_rows + pad, 1))
-    size = (num_rows // page, page, heads, dim)
-    return canary(size, fmt.dtype, (2 * heads * page * dim + pad, dim, page * dim, 1))
+        stride = (2 * dim, 2 * dim * num_rows + pad, 1)
+    elif case.style == "paged":
+        size = (num_rows // page, page, heads, dim)
+        stride = (2 * heads * page * dim + pad, dim, page * dim, 1)
+    if layers:
+        extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + pad
+        size, stride = (layers, *size), (extent, *stride)
+    return canary(size, fmt.dtype, stride)
 
 
 def _fill(x: torch.Tensor, rng: _Random) -> None:

@@ -88,12 +88,12 @@ def copy_to_host(
     for group in groups:
         loc = _side(group, locations, live)
         k, v = (
-            torch.empty((len(group.layers), len(loc), *caches.shape[2:]), dtype=caches.dtype, device=caches.device)
+            torch.empty((len(group.layers), len(loc), *caches.shape[-2:]), dtype=caches.dtype, device=caches.device)
             for caches in (group.k_caches, group.v_caches)
         )
         for i in range(len(group.layers)):
             k_scale, v_scale = group.scales[:2, i]
-            group.gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, group.fmt)
+            group.raw_gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, group.raw)
         copies.append((k.cpu(), v.cpu()))
     return HostCopy(live, _tags(groups), *zip(*copies, strict=True))
 
@@ -105,7 +105,7 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
         for i in range(len(group.layers)):
             k, v = (x[i].to(group.k_caches.device) for x in (keys, values))
             k_inv, v_inv = group.scales[2:, i]
-            group.store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.fmt)
+            group.raw_store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.raw)
 
 
 def slots_for(

@@ -32,7 +32,7 @@ import pyopencl as cl
 import torch
 import triton
 
-from portakv import testing
+from portakv import buffers, testing
 from portakv.compile import Target
 from portakv.formats import FP8_DIALECTS, KVFormat, Variant
 from portakv.kernels import _triton, reference, xpu
@@ -221,7 +221,7 @@ def check_floats(kept: torch.dtype, dtype: torch.dtype) -> None:
         for got, want in zip(*results, strict=True):
             differ = int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
             if differ:
-                raise testing.Mismatch(f"{dtype} in {kept}, scale {factor}: {differ} bytes differ")
+                raise buffers.Mismatch(f"{dtype} in {kept}, scale {factor}: {differ} bytes differ")
 
 
 def check_far() -> None:
@@ -240,13 +240,13 @@ def check_far() -> None:
             torch.equal(storage[-32:], k.view(torch.uint8).flatten())
             and torch.equal(out.view(torch.uint8), k.view(torch.uint8))
         ):
-            raise testing.Mismatch("an offset past 2^31 was cut")
+            raise buffers.Mismatch("an offset past 2^31 was cut")
 
 
 def check_checks() -> None:
     """What must fail does: a kernel that writes the reserved page, SPIR-V that is broken or that may fuse."""
     case = next(c for c in testing.cases("store_kv") if c.tokens == max(testing.TOKENS))
-    expect(testing.Mismatch, lambda: testing.check("store_kv", bind("store_kv", BrokenLauncher()), case, CPU))
+    expect(buffers.Mismatch, lambda: testing.check("store_kv", bind("store_kv", BrokenLauncher()), case, CPU))
     variant = Variant("gather_kv", KVFormat(1, 256, 256, torch.float8_e4m3fn), torch.float16)
     header, good = read_spirv(xpu.LAUNCHER.compile(variant, PVC).asm["spv"])
     fused = [i for i in good if not is_op(i, Op.EXECUTION_MODE, CONTRACTION_OFF)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import math
+import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch
 from portakv import device as devices
-from portakv.formats import Layout
+from portakv.formats import KVFormat, Layout
 from portakv.layers import require_heads
 
 MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
@@ -108,6 +112,107 @@ def test_an_mla_layer_is_described_as_one_buffer() -> None:
     assert group.tag != HybridKVPool([LayerSpec(None, 1, 24, 8)], size=16, device="cpu").describe()[0].tag
 
 
+V4, V32 = LayerSpec(None, 1, 448, 64, mla=True), LayerSpec(None, 1, 512, 64, mla=True)
+FLASHMLA = {"flashmla": V4, "flashmla_v32": V32}
+
+
+def flash_pool(make: Any, layout: str, **options: Any) -> HybridKVPool:
+    spec = FLASHMLA[layout]
+    options = {"dtype": torch.float8_e4m3fn, "layout": layout} | options
+    pool: HybridKVPool = make([spec, dataclasses.replace(spec, window=6)], **options)
+    return pool
+
+
+def packed(layout: str, latent: torch.Tensor, rope: torch.Tensor) -> tuple[bytes, bytes]:
+    """One token's bytes as FlashMLA's readers take them: its row, and its scales where these lie apart; in float64."""
+    values, scales = b"", b""
+    step = 64 if layout == "flashmla" else 128
+    for block in latent.double().split(step):
+        amax = max(
+            float(block[block.isfinite()].abs().max()) if block.isfinite().any() else 0.0, float(np.float32(1e-4))
+        )
+        exponent = math.ceil(math.log2(amax / 448))
+        scaled = (block * 2.0**-exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
+        values += torch.where(block.isnan(), 0x7F, scaled).to(torch.uint8).numpy().tobytes()
+        scales += bytes([exponent + 127]) if step == 64 else struct.pack("<f", 2.0**exponent)
+    floats = rope.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    return (values + floats, scales + b"\0") if step == 64 else (values + scales + floats, b"")
+
+
+def latents(n: int, dim: int) -> torch.Tensor:
+    """Blocks of all magnitudes; some with an amax at, just over and just under 448 times a power of two; odd values."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, 1, dim, generator=generator) * torch.exp2(torch.arange(n)[:, None, None] * 3.0 - 30)
+    for row, peak in enumerate((448.0, 450.0, 446.0, 1.75, 1.7578125, 1e-4, 0.0, math.inf, math.nan, 3e38, 1e-38)):
+        x[row].clamp_(-abs(peak), abs(peak)) if peak < 1e30 else None
+        x[row, 0, 5::61] = peak
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("layout", FLASHMLA)
+def test_flashmla_pages_are_what_its_readers_take(make: Any, layout: str, index_dtype: torch.dtype) -> None:
+    pool = flash_pool(make, layout)
+    dim = FLASHMLA[layout].head_dim
+    pool.allocator.alloc(4)
+    write_loc = pool.plan_write(pool.allocator.alloc(21), index_dtype)
+    latent, rope = latents(21, dim), rows(21, 64)[0]
+    row_bytes = 584 if layout == "flashmla" else 656
+    for layer, loc in ((0, write_loc.loc), (1, write_loc.swa_loc)):
+        pool.set_kv_buffer(layer, write_loc, latent.to(pool.device), rope.to(pool.device))
+        pages, same = pool.get_kv_buffer(layer)
+        assert same is pages or same.data_ptr() == pages.data_ptr()
+        assert (pages.shape[1:], pages.dtype) == ((4, 1, row_bytes), torch.uint8)
+        # A DeepSeek-V4 page is 4 * 584 = 2336 bytes in 5 * 576.
+        assert pages.stride()[:2] == ((2880, 584) if layout == "flashmla" else (4 * 656, 656))
+        for t, slot in enumerate(loc.tolist()):
+            row, scales = packed(layout, latent[t, 0].cpu(), rope[t, 0].cpu())
+            page, at = pages[slot // 4].cpu().flatten().numpy().tobytes(), slot % 4
+            assert page[at * len(row) : (at + 1) * len(row)] == row, t
+            assert page[4 * len(row) + at * len(scales) :][: len(scales)] == scales, t
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("layout", FLASHMLA)
+def test_flashmla_pages_are_gathered_moved_and_copied(make: Any, layout: str) -> None:
+    pool, other = flash_pool(make, layout), flash_pool(make, layout)
+    dim = FLASHMLA[layout].head_dim
+    loc = pool.allocator.alloc(8)
+    write_loc = pool.plan_write(loc)
+    for layer in (0, 1):
+        pool.set_kv_buffer(layer, write_loc, *(x.to(pool.device) for x in rows(8, dim, 64, seed=layer)))
+    before = [pool.gather_kv(layer, write_loc, dtype=torch.float32) for layer in (0, 1)]
+    latent, rope = rows(8, dim, 64)
+    assert torch.equal(before[0][1].cpu(), rope.float())
+    torch.testing.assert_close(before[0][0].cpu(), latent.float(), rtol=2**-4, atol=2**-9)
+    assert pool.gather_kv(0, write_loc)[0].dtype == torch.bfloat16
+    there = other.plan_write(other.load_from_host(pool.copy_to_host(loc)))
+    order = torch.tensor([3, 0, 2, 1, 7, 5, 6, 4])
+    pool.move_kv_cache(loc, loc[order])
+    for layer in (0, 1):
+        moved, theirs = (p.gather_kv(layer, at, dtype=torch.float32) for p, at in ((pool, write_loc), (other, there)))
+        for a, b, c in zip(before[layer], moved, theirs, strict=True):
+            assert torch.equal(a[order.to(a.device)], b)
+            assert torch.equal(a, c)
+    pages, _ = pool.get_kv_buffer(1)
+    copied, _ = other.get_kv_buffer(1)
+    other.move_kv_cache(there.loc, there.loc[order.to(there.loc.device)])
+    ours, his = (x.flatten(1)[1:3].cpu() for x in (pages, copied))  # the same pages: nothing but the bytes may differ
+    assert torch.equal(ours, his)
+    pool.check_integrity()
+
+
+def test_flashmla_is_described_in_pages() -> None:
+    pool = HybridKVPool([V4], size=64, page_size=16, dtype=torch.float8_e4m3fn, layout="flashmla", device="cpu")
+    (group,) = pool.describe()
+    assert (group.k_item_bytes, group.v_item_bytes, group.item_slots) == (17 * 576, 0, 16)
+    assert pool.kv_bytes == group.k_buffers[0][1] == 5 * 17 * 576
+    fitted = HybridKVPool.fit(
+        [V4, V4], 1 << 20, page_size=16, dtype=torch.float8_e4m3fn, layout="flashmla", device="cpu"
+    )
+    assert (1 << 20) - 2 * 17 * 576 - 512 < fitted.nbytes <= 1 << 20
+
+
 def test_a_budget_counts_the_bytes_of_mla_rows() -> None:
     pool = HybridKVPool.fit([MLA_FULL, MLA_SWA], 1 << 20, swa_ratio=0.5, page_size=4, device="cpu")
     assert (1 << 20) - 2048 < pool.nbytes <= 1 << 20
@@ -138,6 +243,8 @@ def test_an_mla_layer_shares_its_rows_with_an_mla_layer_only() -> None:
     [
         ("mla", [HEADS], ValueError, "layout: expected layers that 'mla' can hold, got K and V heads in layer 0"),
         ("flashmla", [MLA_FULL, HEADS], ValueError, "layout: expected layers that 'flashmla' can hold, got"),
+        ("flashmla", [V32], ValueError, r"got dims 512 and 64 instead of \(448, 64\) in layer 0"),
+        ("flashmla", [V4], ValueError, "got torch.bfloat16 instead of torch.float8_e4m3fn in layer 0"),
         ("cpu_amx", [MLA_FULL], ValueError, "layout: expected layers that 'cpu_amx' can hold, got an MLA latent in"),
         ("columns", [HEADS], ValueError, "layout: expected one of .*'rows', .*, got 'columns'"),
         (Layout.ROWS, [HEADS], TypeError, "layout: expected one of"),
@@ -158,4 +265,4 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_allocated(
 def test_a_layout_that_no_row_stores_is_refused_by_name() -> None:
     found = devices.DeviceFacts(devices.DeviceKind.CUDA, "sm_90", packages={"triton": devices.Package("3.6.0")})
     with pytest.raises(NoKernel, match="cannot store layout 'cpu_amx'"):
-        dispatch.select_all(found, fmt=dispatch.KVFormat(8, 64, 64, torch.bfloat16, 32, Layout.CPU_AMX))
+        dispatch.select_all(found, formats={"store_kv": KVFormat(8, 64, 64, torch.bfloat16, 32, Layout.CPU_AMX)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from portakv import buffers, dispatch, testing
 from portakv import device as devices
-from portakv import dispatch, testing
 from portakv.formats import CANONICAL_NAN, FP8_DIALECTS, KVFormat, list_variants
 from portakv.kernels import reference
 
@@ -76,7 +76,7 @@ def _counts_nothing(*args):
 
 @pytest.mark.parametrize("wrong", [_drop_last_row, _writes_pad, _swaps_scales, _truncates, _counts_nothing])
 def test_comparer_objects_to_a_wrong_store(wrong) -> None:
-    with pytest.raises(testing.Mismatch):
+    with pytest.raises(buffers.Mismatch):
         for case in testing.cases("store_kv"):
             testing.check("store_kv", wrong, case, torch.device("cpu"))
 
@@ -88,7 +88,7 @@ def test_comparer_objects_to_a_move_in_order() -> None:
         for i in range(len(tgt)):
             reference.move_kv(k_caches, v_caches, tgt[i : i + 1], src[i : i + 1], faults, fmt)
 
-    with pytest.raises(testing.Mismatch):
+    with pytest.raises(buffers.Mismatch):
         for case in testing.cases("move_kv"):
             testing.check("move_kv", in_order, case, torch.device("cpu"))
 

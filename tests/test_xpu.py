@@ -183,7 +183,7 @@ def test_ipex_is_passed_over(fmt: KVFormat, num_rows: int, reason: str) -> None:
     assert {row.name: why for row, why in chosen.rejected}["ipex"] == reason
     with pytest.raises(NoKernel, match=reason):
         select("store_kv", IPEX_ONLY, Request(fmt, "ipex", num_rows=num_rows))
-    assert dispatch.select_all(IPEX_ONLY, {}, fmt=fmt, num_rows=num_rows)["store_kv"] == chosen
+    assert dispatch.select_all(IPEX_ONLY, {}, formats={"store_kv": fmt}, num_rows=num_rows)["store_kv"] == chosen
 
 
 Installed = Callable[..., None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portakv.kernels._triton import cast_loc, gather_kv, move_kv, patch_map, store_kv, translate_loc
+from portakv.kernels._triton import cast_loc, flashmla, gather_kv, move_kv, patch_map, store_kv, translate_loc
 
 SOURCES = {
     "translate_loc": translate_loc.source,
@@ -11,5 +11,7 @@ SOURCES = {
     "store_kv": store_kv.source,
     "gather_kv": gather_kv.source,
     "move_kv": move_kv.source,
+    "store_kv_flashmla": flashmla.store_source,
+    "gather_kv_flashmla": flashmla.gather_source,
 }
 """How each op's variants become kernels."""

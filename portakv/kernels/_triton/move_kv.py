@@ -13,8 +13,8 @@ import triton.language as tl
 
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import Tile, cut_rows, row_alignment, row_pointers
-from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots
+from portakv.kernels._triton.rows import Tile, cache_layout, check_pair, cut_rows, row_alignment, row_pointers
+from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
 Tensor = torch.Tensor
 
@@ -48,26 +48,29 @@ def launch(
     fmt: KVFormat,
 ) -> None:
     """`portakv.kernels.reference.move_kv`, whose docstring is the contract. `tgt` and `src` share a dtype."""
-    num_layers, num_slots, num_tokens = k_caches.shape[0], k_caches.shape[1], tgt.shape[0]
+    num_layers, num_tokens = k_caches.shape[0], tgt.shape[0]
     if num_tokens == 0 or num_layers == 0:
         return
+    pages, *k_lies = cache_layout(k_caches[0])
+    v_pages, *v_lies = cache_layout(v_caches[0])
+    check_pair("v_caches", k_caches.dtype, v_caches.dtype, "v_caches", pages, v_pages)
     if tgt.dtype != src.dtype:
         raise TypeError(f"tgt: expected the dtype of src, {src.dtype}, got {tgt.dtype}")
     step = max(1, min(num_layers, SCRATCH_BYTES // (num_tokens * fmt.row_bytes)))
-    k_rows, v_rows = (c.new_empty((step, num_tokens, *c.shape[2:])) for c in (k_caches, v_caches))
+    k_rows, v_rows = (c.new_empty((step, num_tokens, *c.shape[-2:])) for c in (k_caches, v_caches))
     addresses = k_caches.data_ptr() | v_caches.data_ptr()
     for cache in (k_caches, v_caches):
         for stride in cache.stride()[:-1]:
             addresses |= stride * fmt.dtype.itemsize
     alignment = row_alignment(fmt, fmt.dtype, addresses)
+    lies = (k_caches.stride(0), *k_lies, v_caches.stride(0), *v_lies, *k_rows.stride()[:-1], *v_rows.stride()[:-1])
     kernel = launcher.find("move_kv", k_caches, fmt, fmt.dtype, src.dtype, None, alignment)
     for first in range(0, num_layers, step):
         k, v = k_caches[first : first + step], v_caches[first : first + step]
         grid = (-(-num_tokens * fmt.num_kv_heads // kernel.rows), kernel.chunks, k.shape[0])
-        for writing, tensors in enumerate(((k, v, k_rows, v_rows), (k_rows, v_rows, k, v))):
-            strides = (stride for t in tensors for stride in t.stride()[:-1])
-            scalars = (num_tokens, tgt.stride(0), src.stride(0), num_slots, writing, first, *strides)
-            kernel(grid, (*tensors, tgt, src, faults), scalars)
+        scalars = (num_tokens, tgt.stride(0), src.stride(0), *pages, first, *lies)
+        kernel(grid, (k, v, k_rows, v_rows, tgt, src, faults), (*scalars, 0))
+        kernel(grid, (k_rows, v_rows, k, v, tgt, src, faults), (*scalars, 1))
 
 
 @triton.jit
@@ -83,20 +86,23 @@ def kernel(
     tgt_stride,
     src_stride,
     num_slots,
-    writing,
+    page_size,
     first_layer,
-    k_from_layer,
-    k_from_slot,
-    k_from_head,
-    v_from_layer,
-    v_from_slot,
-    v_from_head,
-    k_to_layer,
-    k_to_slot,
-    k_to_head,
-    v_to_layer,
-    v_to_slot,
-    v_to_head,
+    k_layer,
+    k_page,
+    k_slot,
+    k_head,
+    v_layer,
+    v_page,
+    v_slot,
+    v_head,
+    k_row_layer,
+    k_row,
+    k_row_head,
+    v_row_layer,
+    v_row,
+    v_row_head,
+    writing,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -122,17 +128,18 @@ def kernel(
         ok = ok & (write >= RESERVED) & (write < num_slots)
     else:
         count_faults(faults + FAULT, (read >= num_slots) & once)
-    from_slot = tl.where(writing != 0, token, read)
-    to_slot = tl.where(writing != 0, write, token)
+    slot = tl.where(writing != 0, write, read)
 
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     k_mask = ok[:, None] & (column < K_DIM)[None, :]
     v_mask = ok[:, None] & (column < V_DIM)[None, :]
-    k_offset = layer * k_from_layer + from_slot * k_from_slot + head * k_from_head
-    v_offset = layer * v_from_layer + from_slot * v_from_slot + head * v_from_head
+    k_offset = layer * k_layer + slot_offset(slot, page_size, k_page, k_slot) + head * k_head
+    v_offset = layer * v_layer + slot_offset(slot, page_size, v_page, v_slot) + head * v_head
+    k_scratch = layer * k_row_layer + token * k_row + head * k_row_head
+    v_scratch = layer * v_row_layer + token * v_row + head * v_row_head
+    k_offset, k_scratch = tl.where(writing != 0, k_scratch, k_offset), tl.where(writing != 0, k_offset, k_scratch)
+    v_offset, v_scratch = tl.where(writing != 0, v_scratch, v_offset), tl.where(writing != 0, v_offset, v_scratch)
     k_rows = tl.load(row_pointers(k_from, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=k_mask)
     v_rows = tl.load(row_pointers(v_from, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=v_mask)
-    k_offset = layer * k_to_layer + to_slot * k_to_slot + head * k_to_head
-    v_offset = layer * v_to_layer + to_slot * v_to_slot + head * v_to_head
-    tl.store(row_pointers(k_to, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), k_rows, mask=k_mask)
-    tl.store(row_pointers(v_to, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), v_rows, mask=v_mask)
+    tl.store(row_pointers(k_to, k_scratch, column, SRC_ITEM, SRC_UNIT, ALIGNED), k_rows, mask=k_mask)
+    tl.store(row_pointers(v_to, v_scratch, column, SRC_ITEM, SRC_UNIT, ALIGNED), v_rows, mask=v_mask)

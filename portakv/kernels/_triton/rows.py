@@ -19,7 +19,7 @@ import triton.language as tl
 from portakv.formats import VECTOR_BYTES, KVFormat
 from portakv.kernels._triton.floats import FLOATS
 
-_UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ def cut_rows(
         "BLOCK": block,
         "ALIGNED": alignment == VECTOR_BYTES,
         "SRC_ITEM": src.itemsize,
-        "SRC_UNIT": _UNITS[src_unit],
+        "SRC_UNIT": UNITS[src_unit],
         "DST_ITEM": dst.itemsize,
-        "DST_UNIT": _UNITS[dst_unit],
+        "DST_UNIT": UNITS[dst_unit],
     }
     return Cut(rows, triton.cdiv(max(k_dim, v_dim), block), tile.num_warps, constants)
 

@@ -11,14 +11,19 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import build_read as build_read
     from portakv.kernels.cpu_amx._native import cast_loc as cast_loc
     from portakv.kernels.cpu_amx._native import gather_kv as gather_kv
+    from portakv.kernels.cpu_amx._native import gather_kv_flashmla as gather_kv_flashmla
     from portakv.kernels.cpu_amx._native import isa as isa
     from portakv.kernels.cpu_amx._native import isas as isas
     from portakv.kernels.cpu_amx._native import move_kv as move_kv
     from portakv.kernels.cpu_amx._native import patch_map as patch_map
     from portakv.kernels.cpu_amx._native import store_kv as store_kv
+    from portakv.kernels.cpu_amx._native import store_kv_flashmla as store_kv_flashmla
     from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
-_NAMES = ("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read", "isa", "isas")
+_NAMES = (
+    *("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read"),
+    *("store_kv_flashmla", "gather_kv_flashmla", "isa", "isas"),
+)
 
 
 def build_problem() -> str | None:

@@ -20,6 +20,9 @@ extern const Kernels* kernels;
 // Look up attribute names once, when the module is imported.
 void init_arguments();
 
+// Ops in files of their own.
+void define_flashmla(nanobind::module_& m);
+
 [[noreturn]] void refuse_shape(const View& v, const std::string& expected);
 
 Slots as_slots(const View& v);

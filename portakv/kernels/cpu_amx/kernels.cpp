@@ -3,6 +3,7 @@
 // Nothing here may have external linkage but the table at the end, and no inline function of the C++ library may be
 // called: see kernels.h.
 
+#include "flashmla.h"
 #include "reads.h"
 #include "rows.h"
 
@@ -20,10 +21,6 @@ struct Plan {
     int64_t row_bytes;  // on the side that slots point into
     int64_t fetch_bytes;  // of a source row that is worth asking for ahead
 };
-
-// Sources of more come from memory, and a conversion keeps too few loads under way by itself (16384 tokens: 1.18
-// instead of 1.30 times the time of the copying store); for less it only costs instructions.
-constexpr int64_t kFetchBytes = 16 << 20;
 
 template <Way W>
 Plan plan(const Half& half, int64_t tokens) {
@@ -117,7 +114,14 @@ void move(const MoveJob& job) {
 #define PORTAKV_QUOTE(x) #x
 #define PORTAKV_NAME(isa) PORTAKV_QUOTE(isa)
 
-const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {PORTAKV_NAME(PORTAKV_ISA), do_job<Way::store, Halves<Way::store>>,
-                                             do_job<Way::gather, Halves<Way::gather>>, move, read};
+const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {
+    PORTAKV_NAME(PORTAKV_ISA),
+    do_job<Way::store, Halves<Way::store>>,
+    do_job<Way::gather, Halves<Way::gather>>,
+    move,
+    read,
+    do_job<Way::store, Flash<Way::store>>,
+    do_job<Way::gather, Flash<Way::gather>>,
+};
 
 }  // namespace portakv

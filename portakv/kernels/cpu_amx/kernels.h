@@ -46,6 +46,7 @@ struct RowJob {
     Half half[2];
     int64_t* fault;
     int threads;
+    int64_t block;  // FlashMLA: values that share a scale
 };
 
 // One K or V buffer of every layer, and the rows to copy within each.
@@ -95,6 +96,8 @@ struct Kernels {
     void (*gather)(const RowJob&);
     void (*move)(const MoveJob&);
     void (*read)(const ReadJob&);
+    void (*store_flashmla)(const RowJob&);
+    void (*gather_flashmla)(const RowJob&);
 };
 
 // On other machines than x86-64 only the last is there.

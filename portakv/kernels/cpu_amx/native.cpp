@@ -24,7 +24,7 @@ int64_t half_bytes(const Half& h) { return h.heads * h.dim * (dtype_bytes(h.src.
 
 void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc,
              nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt, const char* const names[4]) {
-    RowJob job;
+    RowJob job{};
     job.loc = read_slots(loc, "loc");
     View kc_view = read_tensor(k_cache, "k_cache"), vc_view = read_tensor(v_cache, "v_cache");
     RowView kc = as_rows(kc_view, 0, true), vc = as_rows(vc_view, 0, true);
@@ -245,6 +245,7 @@ NB_MODULE(_native, m) {
     m.def("gather_kv", &gather_kv, arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_out"), arg("v_out"),
           arg("k_scale"), arg("v_scale"), arg("faults"), arg("fmt"));
     m.def("move_kv", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));
+    define_flashmla(m);
     define_read(m);
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");

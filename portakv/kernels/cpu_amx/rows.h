@@ -50,6 +50,10 @@ inline void touch(const char* row, int64_t bytes) {
     for (int64_t o = 0; o < bytes; o += 4096) __builtin_prefetch(row + o);
 }
 
+// Sources of more come from memory, and a conversion keeps too few loads under way by itself (16384 tokens: 1.18
+// instead of 1.30 times the time of the copying store); for less it only costs instructions.
+constexpr int64_t kFetchBytes = 16 << 20;
+
 // Ask for a whole row.
 inline void fetch(const char* row, int64_t bytes) {
     for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
