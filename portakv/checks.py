@@ -76,6 +76,16 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
     return value
 
 
+def no_layer(layer_id: int, layers: Sequence[LayerSpec]) -> ValueError:
+    """Why `layer_id` is none, or none that stores its KV."""
+    if type(layer_id) is int and 0 <= layer_id < len(layers):
+        producer = layers[layer_id].alias_of
+        return ValueError(
+            f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"
+        )
+    return ValueError(f"layer_id: expected 0 to {len(layers) - 1}, got {layer_id!r}")
+
+
 def require_location(name: str, locations: WriteLoc) -> None:
     if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
         raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
@@ -100,7 +110,7 @@ def check_rows(
     device: torch.device,
 ) -> None:
     """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take."""
-    for name, x in zip(names, (k, v), strict=False):
+    for name, x in ((names[0], k), (names[1], v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     n = loc.shape[0]

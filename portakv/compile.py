@@ -73,9 +73,8 @@ def warmup(pool: HybridKVPool) -> None:
 
     A no-op for rows that need no compiling. Raises `NoKernel` for a variant that does not compile.
     """
-    shared = {"translate_loc": pool._translate_loc, "cast_loc": pool._cast_loc, "patch_map": pool._patch_map}
     for group in pool.groups:
-        kernels = shared | {"store_kv": group.store, "gather_kv": group.gather, "move_kv": group.move}
+        kernels = pool._slot_kernels | {"store_kv": group.store, "gather_kv": group.gather, "move_kv": group.move}
         for variant in list_variants([group.fmt]):
             kernel = kernels[variant.op]
             # A row that compiles is an op's `launch` with the device's Launcher as its first argument.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from portakv import kernels as implementations
 from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
 from portakv.errors import NoKernel
 from portakv.formats import FLOAT_DTYPES, KVFormat, Layout
@@ -168,9 +168,7 @@ def load(op: str, selection: Selection) -> Callable[..., None]:
     """Import the chosen kernel. Says once in the log if an automatic choice ended at the reference."""
     if selection.row.name == "reference" and selection.rejected and selection.automatic:
         _warn_reference(op, "; ".join(f"{row.name}: {why}" for row, why in selection.rejected))
-    module, function = selection.row.target.format(op=op).split(":")
-    kernel: Callable[..., None] = getattr(importlib.import_module(f"portakv.kernels.{module}"), function)
-    return kernel
+    return implementations.load(selection.row.target.format(op=op))
 
 
 @functools.cache

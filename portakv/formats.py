@@ -190,19 +190,21 @@ class KVFormat:
         k, *rest = (x.view(*x.shape[:2], self.num_kv_heads, -1) for x in (k, *rest))
         return k[..., : raw.head_dim], rest[0] if rest else k[..., raw.head_dim :]
 
-    def readable(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every layer as attention takes them, views of `buffers`; for MLA, whose V is part of K, the
-        whole rows `[L, rows, 1, D + Dv]` and their latent; for FlashMLA twice its uint8 pages `[L, pages, page, 1,
-        584 or 656]`, which in DeepSeek-V4 lie further apart than they are long."""
+    def readable(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's K and V as attention takes them: its caches; for MLA, whose V is part of K, the whole rows `[rows,
+        1, D + Dv]` and their latent; for FlashMLA twice its uint8 pages `[pages, page, 1, 584 or 656]`, which in
+        DeepSeek-V4 lie further apart than they are long. Views of the caches, so that a compiler knows what a store
+        changes."""
         if self.block:
-            pages = buffers[0].view(buffers[0].shape[0], -1, self.item_bytes[0] * self.page_size // self.item_slots)
-            pages = pages[..., : self.page_size * self.raw.row_bytes]
-            pages = pages.view(*pages.shape[:2], self.page_size, 1, -1)
+            page, row = self.page_size, self.raw.row_bytes
+            size = k_cache.shape[0] * self.item_slots // page, page, 1, row
+            stride = k_cache.stride(0) * page // self.item_slots, row, row, 1
+            pages = k_cache.as_strided(size, stride).view(torch.uint8)
             return pages, pages
-        k, v = self.caches(buffers)
         if self.layout is Layout.MLA:
-            return buffers[0].view(self.dtype)[:, :, None], k
-        return k, v
+            rows = *k_cache.shape[:-1], self.head_dim + self.v_head_dim
+            return k_cache.as_strided(rows, k_cache.stride()), k_cache
+        return k_cache, v_cache
 
 
 INDEX_DTYPES = (torch.int32, torch.int64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from portakv import device as devices
-from portakv import dispatch
+from portakv import dispatch, ops
 from portakv.allocator import HybridSlotAllocator
 from portakv.formats import FAULT_KINDS, KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
@@ -39,6 +39,8 @@ class Layer:
     store: Callable[..., None]
     store_checks: bool  # the store refuses by itself what it cannot take
     gather: Callable[..., None]
+    traced_store: Callable[..., None]  # what a tracer sees instead
+    traced_gather: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,13 @@ class LayerGroup:
     store: Callable[..., None]
     gather: Callable[..., None]
     store_checks: bool
+    traced_store: Callable[..., None]
+    traced_gather: Callable[..., None]
     raw: KVFormat
     raw_store: Callable[..., None]
     raw_gather: Callable[..., None]
     move: Callable[..., None]
+    traced_move: Callable[..., None]
 
     @property
     def kv_bytes(self) -> int:
@@ -81,7 +86,7 @@ class LayerGroup:
         """The layer at `at` of axis 0."""
         fmt = self.fmt
         k_scale, v_scale, k_inv, v_inv = self.scales[:, at]
-        k_readable, v_readable = fmt.readable(self.buffers)
+        k_cache, v_cache = self.k_caches[at], self.v_caches[at]
         return Layer(
             fmt=fmt,
             on_swa=self.side == "swa",
@@ -89,9 +94,9 @@ class LayerGroup:
             v_tail=(fmt.num_kv_heads, fmt.v_head_dim),
             sources=frozenset(fmt.source_dtypes),
             num_rows=self.num_rows,
-            readable=(k_readable[at], v_readable[at]),
-            k_cache=self.k_caches[at],
-            v_cache=self.v_caches[at],
+            readable=fmt.readable(k_cache, v_cache),
+            k_cache=k_cache,
+            v_cache=v_cache,
             k_scale=k_scale,
             v_scale=v_scale,
             k_inv=k_inv,
@@ -99,6 +104,8 @@ class LayerGroup:
             store=self.store,
             store_checks=self.store_checks,
             gather=self.gather,
+            traced_store=self.traced_store,
+            traced_gather=self.traced_gather,
         )
 
 
@@ -197,6 +204,7 @@ def allocate_group(
     shapes = [(len(ids), num_rows // fmt.item_slots, item) for item in fmt.item_bytes]
     buffers = tuple(devices.zeros(math.prod(shape), device).view(shape) for shape in shapes)
     k_caches, v_caches = fmt.caches(buffers)
+    traced = ops.traced(chosen, fmt.ops)
 
     def load(op: str, of: KVFormat) -> Callable[..., None]:
         return dispatch.load(f"{op}{of.family}", chosen[f"{op}{of.family}"])
@@ -214,8 +222,11 @@ def allocate_group(
         store=load("store_kv", fmt),
         gather=load("gather_kv", fmt),
         store_checks=chosen[f"store_kv{fmt.family}"].row.checks,
+        traced_store=traced[f"store_kv{fmt.family}"],
+        traced_gather=traced[f"gather_kv{fmt.family}"],
         raw=raw,
         raw_store=load("store_kv", raw),
         raw_gather=load("gather_kv", raw),
         move=load("move_kv", raw),
+        traced_move=traced["move_kv"],
     )

@@ -146,7 +146,7 @@ def cp_allgather_and_save_kv(
     """
     layer = pool._layers.get(layer_id) if type(layer_id) is int else None
     if layer is None:
-        raise pool._no_storage(layer_id)
+        raise checks.no_layer(layer_id, pool.layers)
     if isinstance(write_loc, ZigzagWriteLoc):
         plan = write_loc
     else:

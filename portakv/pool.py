@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils import _python_dispatch as modes
 
-from portakv import checks, dispatch, transfer
+from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
 from portakv.consumers import ReadStyle
@@ -88,16 +90,13 @@ class HybridKVPool:
         self.size = size // page_size * page_size
         self.swa_size = None if swa_size is None else swa_size // page_size * page_size
         self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
-        self._translate_loc, self._cast_loc, self._patch_map = (
-            dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")
-        )
+        self._slot_kernels = {op: dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")}
+        self._traced = ops.traced(common, dict.fromkeys(common))
         self.groups = tuple(
             allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
         )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
-        self._readable = self._layers | {
-            i: self._layers[spec.alias_of] for i, spec in enumerate(self.layers) if spec.alias_of is not None
-        }
+        self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
         # On the reference until the table has rows for it.
         build_read = dispatch.load(
             "build_read", common.get("build_read", dispatch.Selection(dispatch.REFERENCE, (), True))
@@ -173,11 +172,12 @@ class HybridKVPool:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
         checks.require_location("write_loc", write_loc)
         loc = torch.empty_like(write_loc.loc, dtype=torch.int32)
-        self._cast_loc(write_loc.loc, loc, self._faults)
+        cast_loc = self._kernel("cast_loc")
+        cast_loc(write_loc.loc, loc, self._faults)
         if write_loc.swa_loc is None:
             return planned(loc, None)
         swa_loc = torch.empty_like(write_loc.swa_loc, dtype=torch.int32)
-        self._cast_loc(write_loc.swa_loc, swa_loc, self._faults)
+        cast_loc(write_loc.swa_loc, swa_loc, self._faults)
         return planned(loc, swa_loc)
 
     def plan_read(
@@ -246,15 +246,18 @@ class HybridKVPool:
         """
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:
-            raise self._no_storage(layer_id)
+            raise checks.no_layer(layer_id, self.layers)
         try:
             loc: Any = write_loc.swa_loc if layer.on_swa else write_loc.loc
+            # What `tracing()` asks: the call alone would cost as much.
+            traced = is_dynamo_compiling() or modes._is_in_torch_dispatch_mode
             checking = self._checking()
-            if checking or not layer.store_checks:
+            if checking or traced or not layer.store_checks:
                 checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
             if checking:
                 checks.check_store(layer, write_loc, loc, self.page_size, self.allocator.mapping)
-            layer.store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+            store = layer.traced_store if traced else layer.store
+            store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
         except (AttributeError, TypeError, ValueError):
             # Refused: once more in full, to name this call's arguments.
             loc = checks.side_slots("write_loc", layer_id, layer, write_loc)
@@ -271,7 +274,7 @@ class HybridKVPool:
         layer = self._read(layer_id)
         if dtype is not None and dtype != self.dtype:
             raise TypeError(f"dtype: expected the pool's {self.dtype}, got {dtype}")
-        return layer.readable
+        return layer.fmt.readable(layer.k_cache, layer.v_cache) if is_dynamo_compiling() else layer.readable
 
     def gather_kv(
         self,
@@ -300,7 +303,7 @@ class HybridKVPool:
         checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
         if self._checking():
             checks.check_range("locations", loc, layer.num_rows)
-        layer.gather(
+        (layer.traced_gather if ops.tracing() else layer.gather)(
             *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale, self._faults, layer.fmt)
         )
         return k_out, v_out
@@ -314,7 +317,7 @@ class HybridKVPool:
         """
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:
-            raise self._no_storage(layer_id)
+            raise checks.no_layer(layer_id, self.layers)
         k, v = (checks.scales(*named, layer.k_tail[0]) for named in (("k_scale", k_scale), ("v_scale", v_scale)))
         for own, value in ((layer.k_scale, k), (layer.v_scale, v), (layer.k_inv, 1 / k), (layer.v_inv, 1 / v)):
             own.copy_(value)
@@ -332,7 +335,8 @@ class HybridKVPool:
             checks.check_distinct("tgt", to.loc, self.page_size)
         for group in self.groups:
             write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
-            group.move(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
+            move = group.traced_move if ops.tracing() else group.move
+            move(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
 
     def copy_to_host(self, slots: Tensor) -> HostCopy:
         """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.
@@ -373,26 +377,22 @@ class HybridKVPool:
     def _patch(self, slots: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
         """Bring an edit of the host's mapping to the device, behind what the current stream already launched."""
         edit = devices.upload(torch.from_numpy(np.stack((slots, values))), self.device)
-        self._patch_map(self.full_to_swa, edit[0], edit[1])
+        self._kernel("patch_map")(self.full_to_swa, edit[0], edit[1])
 
     def _translate(self, loc: Tensor, *outs: Tensor | None) -> None:
         if self._checking():
             checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
-        self._translate_loc(self.full_to_swa, to_device(loc, self.device), *outs, self._faults)
+        self._kernel("translate_loc")(self.full_to_swa, to_device(loc, self.device), *outs, self._faults)
+
+    def _kernel(self, op: str) -> Callable[..., None]:
+        return (self._traced if ops.tracing() else self._slot_kernels)[op]
 
     def _read(self, layer_id: int) -> Layer:
-        if type(layer_id) is not int or layer_id not in self._readable:
-            raise ValueError(f"layer_id: expected 0 to {len(self.layers) - 1}, got {layer_id!r}")
-        return self._readable[layer_id]
-
-    def _no_storage(self, layer_id: int) -> ValueError:
-        if type(layer_id) is int and layer_id in self._readable:
-            producer = self.layers[layer_id].alias_of
-            return ValueError(
-                f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"
-            )
-        return ValueError(f"layer_id: expected 0 to {len(self.layers) - 1}, got {layer_id!r}")
+        layer = self._readable.get(layer_id) if type(layer_id) is int else None
+        if layer is None:
+            raise checks.no_layer(layer_id, self.layers)
+        return layer
 
     def _checking(self) -> bool:
-        """Checked mode reads slots back, which nothing can do while a graph is captured."""
-        return self.check and not devices.is_capturing(self.device)
+        """Checked mode reads slots back, which nothing can do while a graph is captured or traced."""
+        return self.check and not ops.tracing() and not devices.is_capturing(self.device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
 from portakv.formats import INDEX_DTYPES
@@ -59,6 +60,8 @@ _set_loc, _set_swa_loc = (KVWriteLoc.__dict__[name].__set__ for name in ("loc", 
 
 def planned(loc: torch.Tensor, swa_loc: torch.Tensor | None) -> KVWriteLoc:
     """A KVWriteLoc of tensors the pool made itself, without the checks: they would be a third of a plan's time."""
+    if is_dynamo_compiling():  # cannot follow what comes below
+        return KVWriteLoc(loc, swa_loc)
     write_loc = _new(KVWriteLoc)
     _set_loc(write_loc, loc)
     _set_swa_loc(write_loc, swa_loc)

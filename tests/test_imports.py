@@ -101,6 +101,7 @@ LAYERS = (
     {"errors", "formats", "layers", "arrays"},
     {"device", "consumers"},
     {"dispatch", "pages"},
+    {"ops"},
     {"allocator", "write_loc", "groups", "checks"},
     {"transfer", "read_plan"},
     {"pool"},

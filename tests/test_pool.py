@@ -80,13 +80,13 @@ def test_a_forward(layers: list[LayerSpec], page_size: int, swa_size: int | None
 def test_one_translation_per_forward_of_48_layers() -> None:
     pool = HybridKVPool([SWA, FULL] * 24, size=64, swa_size=32)
     calls = itertools.count()
-    translate = pool._translate_loc
+    translate = pool._slot_kernels["translate_loc"]
 
     def counted(*args: object) -> None:
         next(calls)
         translate(*args)
 
-    pool._translate_loc = counted
+    pool._slot_kernels["translate_loc"] = counted
     write_loc = pool.plan_write(pool.allocator.alloc(5))
     k, v = rows_for(FULL, 5)
     for i in range(48):

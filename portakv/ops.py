@@ -1,0 +1,116 @@
+"""The ops as `torch.library` ops: what torch.compile, torch.export and dispatch modes see of a pool's calls.
+
+Each op of the dispatch table is `torch.ops.portakv.<op>`, with the arguments of its kernel, the tensors it writes
+declared, fp8 tensors as uint8, and at the end, as text, the format (if the kernel takes one) and the kernel that runs.
+Importing this module registers them. Eager calls never come here: a pool asks `tracing()` first.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils import _python_dispatch as modes
+
+from portakv import dispatch, kernels
+from portakv.formats import FP8_DIALECTS, KVFormat
+
+_STORE = (
+    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc, Tensor k_inv, Tensor v_inv, "
+    "Tensor(c!) faults, str fmt"
+)
+_GATHER = (
+    "Tensor k_cache, Tensor v_cache, Tensor loc, Tensor(a!) k_out, Tensor(b!) v_out, Tensor k_scale, Tensor v_scale, "
+    "Tensor(c!) faults, str fmt"
+)
+SCHEMAS = {
+    "translate_loc": "Tensor mapping, Tensor loc, Tensor(a!) swa_out, Tensor(b!)? loc_out, Tensor(c!)? swa_twin, "
+    "Tensor(d!)? loc_twin, Tensor(e!) faults",
+    "cast_loc": "Tensor loc, Tensor(a!) out, Tensor(b!) faults",
+    "patch_map": "Tensor(a!) mapping, Tensor slots, Tensor values",
+    "store_kv": _STORE,
+    "gather_kv": _GATHER,
+    "move_kv": "Tensor(a!) k_caches, Tensor(b!) v_caches, Tensor tgt, Tensor src, Tensor(c!) faults, str fmt",
+    "store_kv_flashmla": _STORE,
+    "gather_kv_flashmla": _GATHER,
+}
+"""Arguments of each op, before `str kernel`."""
+
+Kernel = Callable[..., None]
+_load = functools.cache(kernels.load)
+
+
+def tracing() -> bool:
+    """Whether a call made now must be an op: torch.compile or torch.export traces it, or a dispatch mode watches."""
+    return is_dynamo_compiling() or modes._is_in_torch_dispatch_mode
+
+
+def traced(chosen: Mapping[str, dispatch.Selection], formats: Mapping[str, KVFormat | None]) -> dict[str, Kernel]:
+    """The kernel of each op's chosen row, called as an op; `formats` are those that the ops will be given."""
+    calls: dict[str, Kernel] = {}
+    for op, fmt in formats.items():
+        overload, target = getattr(torch.ops.portakv, op).default, chosen[op].row.target.format(op=op)
+        # A format becomes text now: a tracer may take its integers for symbols.
+        calls[op] = functools.partial(_call, overload, target, None if fmt is None else encode(fmt))
+    return calls
+
+
+def _call(overload: torch._ops.OpOverload, target: str, fmt: str | None, *args: Any) -> None:
+    if fmt is None:
+        overload(*args, target)
+    else:
+        overload(*[x.view(torch.uint8) if x.dtype in FP8_DIALECTS else x for x in args[:-1]], fmt, target)
+
+
+def _run(*args: Any) -> None:
+    *tensors, target = args
+    _load(target)(*tensors)
+
+
+def _run_with_format(*args: Any) -> None:
+    *tensors, text, target = args
+    fmt = decode(text)
+    if fmt.fp8 is not None:
+        tensors = [x.view(fmt.dtype) if x.dtype is torch.uint8 else x for x in tensors]
+    _load(target)(*tensors, fmt)
+
+
+def encode(fmt: KVFormat) -> str:
+    """A format as text: "num_kv_heads=8/head_dim=128/.../dtype=bfloat16/layout=rows"."""
+    return "/".join(f"{field.name}={_text(getattr(fmt, field.name))}" for field in fields(fmt))
+
+
+@functools.cache
+def decode(text: str) -> KVFormat:
+    """The format that `encode` made `text` of."""
+    types = get_type_hints(KVFormat)
+    values = dict(item.split("=") for item in text.split("/"))
+    return KVFormat(
+        **{
+            name: getattr(torch, value) if types[name] is torch.dtype else types[name](value)
+            for name, value in values.items()
+        }
+    )
+
+
+def _text(value: int | torch.dtype | enum.Enum) -> str:
+    return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")
+
+
+def _register() -> Any:
+    make: Any = torch.library.Library  # untyped
+    library = make("portakv", "DEF")
+    for op, schema in SCHEMAS.items():
+        library.define(f"{op}({schema}, str kernel) -> ()", tags=torch.Tag.pt2_compliant_tag)
+        library.impl(op, _run_with_format if schema.endswith("str fmt") else _run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"portakv::{op}", lambda *args: None, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+"""Kept: the ops live as long as it does."""
