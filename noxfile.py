@@ -91,6 +91,18 @@ def _compile(session: nox.Session, name: str, env: dict[str, str], *options: str
         session.run("portakv", "compile", "--json", *options, env=env, stdout=out, stderr=None)
 
 
+@nox.session
+def peers(session: nox.Session) -> None:
+    """vLLM's CPU attention on a pool's packed pages, from its library alone. Needs AVX-512.
+
+    PIP_EXTRA_INDEX_URL must name PyTorch's index of CPU builds, unless pip finds a CPU build of torch anyway.
+    """
+    session.install(*CONSTRAINTS, ".[test]")
+    extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+    session.install("--no-deps", *extras["peers"])
+    session.run("pytest", "tests/peers", *session.posargs, env={"CI": "true"})
+
+
 @nox.session(venv_backend="none")
 def arm(session: nox.Session) -> None:
     """The generic CPU kernels on an emulated Arm. Needs Debian's g++-aarch64-linux-gnu and qemu-user."""

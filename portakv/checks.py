@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portakv.device import DeviceFacts, fp8_dialect
+from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
 from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, StaleWriteLoc
-from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, Layout
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
 from portakv.groups import Layer, LayerGroup
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc
@@ -52,13 +52,23 @@ def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
     raise TypeError(f"dtype: expected 'fp8' or one of {allowed}, got {dtype!r}")
 
 
-def pool_layout(layout: str) -> Layout:
-    allowed = [x.value for x in Layout]
+def pool_layout(
+    layout: str, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int, found: DeviceFacts
+) -> Layout:
+    """A layout by its name. "auto": on a CPU the packed pages that it multiplies fastest, if they hold every layer."""
+    allowed = ["auto", *(x.value for x in Layout)]
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected one of {allowed}, got {layout!r}")
     if layout not in allowed:
         raise ValueError(f"layout: expected one of {allowed}, got {layout!r}")
-    return Layout(layout)
+    if layout != "auto":
+        return Layout(layout)
+    choices = (Layout.CPU_AMX, Layout.CPU_VEC)["amx" not in found.features :] if found.kind is DeviceKind.CPU else ()
+    for choice in choices:
+        shapes = ((spec, KVFormat(1, spec.head_dim, spec.v_dim, dtype, page_size, choice)) for spec in layers)
+        if not any(fmt.problem(spec.mla) for spec, fmt in shapes):
+            return choice
+    return Layout.ROWS
 
 
 def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> torch.Tensor:

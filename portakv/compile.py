@@ -74,7 +74,9 @@ def warmup(pool: HybridKVPool) -> None:
     A no-op for rows that need no compiling. Raises `NoKernel` for a variant that does not compile.
     """
     for group in pool.groups:
-        kernels = pool._slot_kernels | {"store_kv": group.store, "gather_kv": group.gather, "move_kv": group.move}
+        own, raw = group.fmt.family, group.raw.family
+        kernels = pool._slot_kernels | {f"store_kv{raw}": group.raw_store, f"gather_kv{raw}": group.raw_gather}
+        kernels |= {f"store_kv{own}": group.store, f"gather_kv{own}": group.gather, f"move_kv{raw}": group.move}
         for variant in list_variants([group.fmt]):
             kernel = kernels[variant.op]
             # A row that compiles is an op's `launch` with the device's Launcher as its first argument.

@@ -46,6 +46,9 @@ class Row:
 
 REFERENCE = Row("reference", "reference:{op}", "portakv, in torch ops")
 NATIVE = Row("native", "cpu_amx:{op}", "portakv, C++", "native", checks=True)
+PACKED = (Layout.CPU_AMX, Layout.CPU_VEC)
+REFERENCE_PACKED = Row("reference", "reference_packed:{op}", "portakv, in torch ops", layouts=PACKED)
+NATIVE_PACKED = Row("native", "cpu_amx:{op}", "portakv, C++", "native", layouts=PACKED, checks=True)
 TRITON_CUDA = Row("triton", "cuda:{op}", "portakv, Triton", "triton>=3.3", "nvidia", proof=ON_GPU)
 TRITON_HIP = Row("triton", "hip:{op}", "portakv, Triton", "triton>=3.3", "amd", proof=ON_GPU)
 TRITON_XPU = Row("triton", "xpu:{op}", "portakv, Triton", "triton>=3.3", "intel", proof=ON_XPU)
@@ -60,6 +63,8 @@ EVERYWHERE: dict[DeviceKind, tuple[Row, ...]] = {
     CPU: (NATIVE, REFERENCE),
     OTHER: (REFERENCE,),
 }
+ON_CPUS: dict[DeviceKind, tuple[Row, ...]] = dict.fromkeys(DeviceKind, (REFERENCE_PACKED,))
+ON_CPUS |= {CPU: (NATIVE_PACKED, REFERENCE_PACKED)}
 TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "translate_loc": EVERYWHERE,
     "cast_loc": EVERYWHERE,
@@ -69,6 +74,9 @@ TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "move_kv": EVERYWHERE,
     "store_kv_flashmla": EVERYWHERE,
     "gather_kv_flashmla": EVERYWHERE,
+    "store_kv_packed": ON_CPUS,
+    "gather_kv_packed": ON_CPUS,
+    "move_kv_packed": ON_CPUS,
 }
 
 

@@ -122,8 +122,15 @@ class KVFormat:
 
     @property
     def family(self) -> str:
-        """What follows "store_kv" and "gather_kv" in the name of the ops that serve this layout."""
+        """What follows "store_kv", "gather_kv" and "move_kv" in the name of the ops that serve this layout."""
+        if self.packed:
+            return "_packed"
         return "_flashmla" if self.block else ""
+
+    @property
+    def packed(self) -> bool:
+        """Whether only the whole page of a head has a meaning to readers, not a token's row."""
+        return self.layout in (Layout.CPU_AMX, Layout.CPU_VEC)
 
     @property
     def raw(self) -> KVFormat:
@@ -145,8 +152,8 @@ class KVFormat:
 
     def problem(self, mla: bool) -> str | None:
         """What keeps an MLA layer, or one of K and V heads, from being laid out so; None if nothing does."""
-        if mla and self.layout in (Layout.CPU_AMX, Layout.CPU_VEC):
-            return "an MLA latent"
+        if self.packed:
+            return "an MLA latent" if mla else self._packed_problem()
         if not mla and self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32):
             return "K and V heads"
         dims = {Layout.FLASHMLA: (448, 64), Layout.FLASHMLA_V32: (512, 64)}.get(self.layout)
@@ -156,10 +163,20 @@ class KVFormat:
             return f"{self.dtype} instead of torch.float8_e4m3fn"
         return None
 
+    def _packed_problem(self) -> str | None:
+        multiple = 32 if self.layout is Layout.CPU_AMX else 16
+        if self.head_dim % multiple or self.v_head_dim % multiple:
+            return f"head dims {self.head_dim} and {self.v_head_dim}, not multiples of {multiple},"
+        if self.page_size % 32:
+            return f"pages of {self.page_size} slots, not a multiple of 32,"
+        if self.layout is Layout.CPU_AMX and self.dtype != torch.bfloat16:
+            return f"{self.dtype} instead of torch.bfloat16"
+        return None
+
     @property
     def item_slots(self) -> int:
         """Slots that share an item of a buffer: a page where the bytes of one token lie apart."""
-        return self.page_size if self.layout is Layout.FLASHMLA else 1
+        return self.page_size if self.packed or self.layout is Layout.FLASHMLA else 1
 
     @property
     def item_bytes(self) -> tuple[int, ...]:
@@ -168,7 +185,8 @@ class KVFormat:
         if self.layout is Layout.FLASHMLA:
             return (-(-self.page_size * raw.row_bytes // _PAGE_UNIT) * _PAGE_UNIT,)
         one = self.layout in (Layout.MLA, Layout.FLASHMLA_V32)
-        return (raw.row_bytes,) if one else (raw.k_row_bytes, raw.v_row_bytes)
+        parts = (raw.row_bytes,) if one else (raw.k_row_bytes, raw.v_row_bytes)
+        return tuple(self.item_slots * part for part in parts)
 
     def nbytes(self, num_rows: int) -> int:
         """Bytes of one layer of `num_rows` slots, the reserved page's among them."""
@@ -179,7 +197,8 @@ class KVFormat:
 
         FlashMLA's are those of `raw`: DeepSeek-V4's K `[L, pages, page, 1, 576]` has a token's quantised values and its
         rope part, V `[L, pages, page, 1, 8]` their scales; V3.2's K `[L, rows, 1, 528]` has values and scales, V
-        `[L, rows, 1, 128]` the rope part.
+        `[L, rows, 1, 128]` the rope part. Packed pages are `[L, pages, H, page, D]` and `[L, pages, H, page, Dv]`, the
+        last two axes in the order of the layout.
         """
         raw, (k, *rest) = self.raw, [x.view(self.dtype) for x in buffers]
         if self.layout is Layout.FLASHMLA:
@@ -187,7 +206,8 @@ class KVFormat:
             parts = k[..., :end], k[..., end : end + self.page_size * raw.v_head_dim]
             k, v = (x.view(*x.shape[:2], self.page_size, 1, -1) for x in parts)
             return k, v
-        k, *rest = (x.view(*x.shape[:2], self.num_kv_heads, -1) for x in (k, *rest))
+        page = (self.page_size,) if self.packed else ()
+        k, *rest = (x.view(*x.shape[:2], self.num_kv_heads, *page, -1) for x in (k, *rest))
         return k[..., : raw.head_dim], rest[0] if rest else k[..., raw.head_dim :]
 
     def readable(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,10 +287,10 @@ def _row_variants(fmt: KVFormat, dtypes: Iterable[torch.dtype]) -> Iterator[Vari
     for dtype in dtypes:
         # Rows whose dims are not whole vectors cannot all be aligned to one.
         dim_bytes = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
-        alignments = (dtype.itemsize,) if dim_bytes % VECTOR_BYTES else (VECTOR_BYTES, dtype.itemsize)
+        alignments = (dtype.itemsize,) if fmt.packed or dim_bytes % VECTOR_BYTES else (VECTOR_BYTES, dtype.itemsize)
         for index in INDEX_DTYPES:
             for alignment in alignments:
                 yield Variant(f"store_kv{fmt.family}", fmt, dtype, index, alignment=alignment)
                 yield Variant(f"gather_kv{fmt.family}", fmt, dtype, index, alignment=alignment)
                 if dtype == fmt.dtype:
-                    yield Variant("move_kv", fmt, dtype, index, alignment=alignment)
+                    yield Variant(f"move_kv{fmt.family}", fmt, dtype, index, alignment=alignment)

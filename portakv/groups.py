@@ -228,5 +228,5 @@ def allocate_group(
         raw_store=load("store_kv", raw),
         raw_gather=load("gather_kv", raw),
         move=load("move_kv", raw),
-        traced_move=traced["move_kv"],
+        traced_move=traced[f"move_kv{raw.family}"],
     )

@@ -28,6 +28,7 @@ _GATHER = (
     "Tensor k_cache, Tensor v_cache, Tensor loc, Tensor(a!) k_out, Tensor(b!) v_out, Tensor k_scale, Tensor v_scale, "
     "Tensor(c!) faults, str fmt"
 )
+_MOVE = "Tensor(a!) k_caches, Tensor(b!) v_caches, Tensor tgt, Tensor src, Tensor(c!) faults, str fmt"
 SCHEMAS = {
     "translate_loc": "Tensor mapping, Tensor loc, Tensor(a!) swa_out, Tensor(b!)? loc_out, Tensor(c!)? swa_twin, "
     "Tensor(d!)? loc_twin, Tensor(e!) faults",
@@ -35,9 +36,12 @@ SCHEMAS = {
     "patch_map": "Tensor(a!) mapping, Tensor slots, Tensor values",
     "store_kv": _STORE,
     "gather_kv": _GATHER,
-    "move_kv": "Tensor(a!) k_caches, Tensor(b!) v_caches, Tensor tgt, Tensor src, Tensor(c!) faults, str fmt",
+    "move_kv": _MOVE,
     "store_kv_flashmla": _STORE,
     "gather_kv_flashmla": _GATHER,
+    "store_kv_packed": _STORE,
+    "gather_kv_packed": _GATHER,
+    "move_kv_packed": _MOVE,
 }
 """Arguments of each op, before `str kernel`."""
 

@@ -32,10 +32,11 @@ class HybridKVPool:
     `layers` has one LayerSpec per model layer. `size` and `swa_size` count tokens and are rounded down to whole
     pages; each side has one reserved page more, whose first slot is PAD. Without `swa_size` every layer lives on the
     full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
-    for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`; "rows" holds MLA layers as
-    "mla" rows. `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device.
-    `kernels` maps an op to the row that must serve it; `strict` forbids automatic reference rows. `slots_of` attaches
-    this pool to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
+    for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`, where "rows" holds MLA
+    layers as "mla" rows, or "auto": on a CPU its packed pages if they hold every layer, else rows. `check` (or
+    `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device. `kernels` maps an op to the row
+    that must serve it; `strict` forbids automatic reference rows. `slots_of` attaches this pool to another one's slots,
+    as a draft model's beside its target's: one allocator and mapping, no smaller.
 
     Raises `TypeError` and `ValueError` for arguments that make no pool, or one that could never serve one request,
     `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
@@ -65,7 +66,7 @@ class HybridKVPool:
         self.check = checks.checked_mode(check)
         found = devices.facts(self.device)
         self.dtype = checks.storage_dtype(dtype, found)
-        self.layout = checks.pool_layout(layout)
+        self.layout = checks.pool_layout(layout, self.layers, self.dtype, page_size, found)
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
@@ -122,11 +123,12 @@ class HybridKVPool:
         the budget does not hold a pool that can serve one request.
         """
         target = devices.resolve(device)
-        storage = checks.storage_dtype(dtype, devices.facts(target))
-        specs, lies = checks.pool_layers(layers), checks.pool_layout(layout)
+        specs, found = checks.pool_layers(layers), devices.facts(target)
+        storage = checks.storage_dtype(dtype, found)
+        lies = checks.pool_layout(layout, specs, storage, page_size, found)
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
-        options |= {"page_size": page_size, "dtype": storage, "layout": layout, "device": target}
+        options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": target}
         return cls(layers, size=size, swa_size=swa_size, **options)
 
     @property

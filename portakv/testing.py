@@ -28,7 +28,7 @@ from portakv.formats import (
     Variant,
     list_variants,
 )
-from portakv.kernels import reference
+from portakv.kernels import reference, reference_packed
 
 TOKENS = (0, 1, 2, 7, 33, 131)
 STYLES = ("dense", "strided", "paged")
@@ -36,6 +36,19 @@ STYLES = ("dense", "strided", "paged")
 
 MLA_SHAPES = ((512, 64), (24, 8))
 """(latent, rope part) of MLA rows; the second in rows that are no whole number of vectors."""
+
+PACKED_FORMATS = (
+    ((3, 96, 64), torch.bfloat16, 32, Layout.CPU_AMX),
+    ((2, 64, 128), torch.bfloat16, 96, Layout.CPU_AMX),
+    ((2, 80, 48), torch.bfloat16, 32, Layout.CPU_VEC),
+    ((3, 64, 64), torch.float16, 96, Layout.CPU_VEC),
+    ((1, 48, 80), torch.float32, 64, Layout.CPU_VEC),
+    ((2, 80, 96), torch.float8_e4m3fn, 64, Layout.CPU_VEC),
+    ((3, 64, 48), torch.float8_e4m3fnuz, 96, Layout.CPU_VEC),
+    ((1, 96, 64), torch.float8_e5m2, 32, Layout.CPU_VEC),
+    ((2, 48, 96), torch.float8_e5m2fnuz, 128, Layout.CPU_VEC),
+)
+"""Of packed pages: (KV heads, K dim, V dim), dtype, page size, layout."""
 
 SHAPES = ((1, 8, 8), (8, 128, 128), (1, 80, 80), (3, 96, 64), (6, 192, 128), (2, 576, 512))
 """(KV heads, K dim, V dim): powers of two and not, K and V alike and not."""
@@ -78,6 +91,7 @@ def formats() -> tuple[KVFormat, ...]:
     return (
         mla
         + packed
+        + tuple(KVFormat(*shape, dtype, page, layout) for shape, dtype, page, layout in PACKED_FORMATS)
         + tuple(
             KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
             for i, dtype in enumerate(dtypes)
@@ -103,7 +117,7 @@ def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device
     expected = build(case)
     copies = {id(arg.storage): arg.to(device).storage for arg in expected if isinstance(arg, Buffer)}
     got = [replace(arg, storage=copies[id(arg.storage)]) if isinstance(arg, Buffer) else arg for arg in expected]
-    getattr(reference, op)(*_tensors(expected))
+    getattr(reference_packed if op.endswith("_packed") else reference, op)(*_tensors(expected))
     kernel(*_tensors(got))
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if isinstance(want, Buffer):
@@ -244,6 +258,9 @@ _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
     "move_kv": _move_args,
     "store_kv_flashmla": _store_args,
     "gather_kv_flashmla": _gather_args,
+    "store_kv_packed": _store_args,
+    "gather_kv_packed": _gather_args,
+    "move_kv_packed": _move_args,
     "build_read": _read_args,
 }
 
@@ -262,14 +279,20 @@ def _num_rows(case: Case, fmt: KVFormat) -> int:
 
 
 def _slots(case: Case, rng: _Random, num_rows: int, unique: bool, page_size: int = 1) -> Buffer:
-    """Slots, some of them negative, PAD, reserved or past the last row; repeats only where the op allows them."""
+    """Slots, some of them negative, PAD, reserved or past the last row; repeats only where the op allows them.
+
+    In packed pages often consecutive ones, which fill tiles."""
     usable = list(range(page_size, num_rows))
     values = rng.sample(usable, case.tokens) if unique else rng.choices(usable, k=case.tokens)
+    how_odd = 0.25
+    if case.variant.fmt is not None and case.variant.fmt.packed and rng.random() < 0.7:
+        first, how_odd = rng.randrange(page_size, num_rows - case.tokens + 1), 0.02
+        values = list(range(first, first + case.tokens))
     odd = [-1, 0, page_size - 1, num_rows, num_rows + 7, -(2**31), 2**31 - 1]
     if case.variant.index_dtype == torch.int64:
         odd += [2**31, 2**40, -(2**62)]
     for i in range(case.tokens):
-        if rng.random() < 0.25:
+        if rng.random() < how_odd:
             values[i] = rng.choice(odd)
     return wrap(torch.tensor(values, dtype=case.variant.index_dtype))
 
@@ -293,7 +316,7 @@ def _rows(case: Case, dtype: torch.dtype, dim: int, rng: _Random | None = None) 
 def _caches(case: Case, fmt: KVFormat, num_rows: int, layers: int = 0) -> list[Buffer]:
     """K and V caches, `layers` of each or one: buffers of their own, or the two parts of each row or page."""
     raw, page = fmt.raw, fmt.page_size
-    if fmt.layout in (Layout.ROWS, Layout.CPU_AMX, Layout.CPU_VEC):
+    if fmt.packed or fmt.layout is Layout.ROWS:
         return [_cache(case, fmt, num_rows, layers, dim) for dim in (fmt.head_dim, fmt.v_head_dim)]
     if fmt.layout is not Layout.FLASHMLA:
         rows = _cache(case, fmt, num_rows, layers, raw.head_dim + raw.v_head_dim)
@@ -309,13 +332,20 @@ def _caches(case: Case, fmt: KVFormat, num_rows: int, layers: int = 0) -> list[B
 
 
 def _cache(case: Case, fmt: KVFormat, num_rows: int, layers: int, dim: int) -> Buffer:
-    """A cache: dense rows, head-major rows of a wider buffer, or pages `[pages, page, H, dim]` that lie apart."""
+    """A cache: dense rows, head-major rows of a wider buffer, or pages `[pages, page, H, dim]` that lie apart; packed
+    pages `[pages, H, page, dim]`, head after head or in the order of heads, side by side or apart."""
     heads, page = fmt.num_kv_heads, fmt.page_size
     # FlashMLA's rows start at a vector's multiple whatever a variant promises of the others.
     pad = (VECTOR_BYTES if fmt.block else case.variant.alignment) // fmt.dtype.itemsize
     size: tuple[int, ...] = (num_rows, heads, dim)
     stride: tuple[int, ...] = (heads * dim, dim, 1)
-    if case.style == "strided":
+    if fmt.packed:
+        head, apart = page * dim + pad * (case.style == "paged"), pad * (case.style != "dense")
+        size = (num_rows // page, heads, page, dim)
+        stride = (heads * head + apart, head, dim, 1)
+        if case.style == "strided":
+            stride = (head, num_rows // page * head + apart, dim, 1)
+    elif case.style == "strided":
         stride = (2 * dim, 2 * dim * num_rows + pad, 1)
     elif case.style == "paged":
         size = (num_rows // page, page, heads, dim)

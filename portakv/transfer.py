@@ -87,13 +87,14 @@ def copy_to_host(
     copies = []
     for group in groups:
         loc = _side(group, locations, live)
+        raw, device = group.raw, group.k_caches.device
         k, v = (
-            torch.empty((len(group.layers), len(loc), *caches.shape[-2:]), dtype=caches.dtype, device=caches.device)
-            for caches in (group.k_caches, group.v_caches)
+            torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype, device=device)
+            for dim in (raw.head_dim, raw.v_head_dim)
         )
         for i in range(len(group.layers)):
             k_scale, v_scale = group.scales[:2, i]
-            group.raw_gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, group.raw)
+            group.raw_gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, raw)
         copies.append((k.cpu(), v.cpu()))
     return HostCopy(live, _tags(groups), *zip(*copies, strict=True))
 

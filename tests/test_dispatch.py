@@ -37,6 +37,8 @@ SERVED = [
 @pytest.mark.parametrize(("facts", "row"), SERVED, ids=lambda x: getattr(x, "arch", x))
 @pytest.mark.parametrize("op", TABLE)
 def test_automatic_choice(op: str, facts: DeviceFacts, row: str) -> None:
+    if op.endswith("_packed") and row == "triton":
+        row = "reference"  # pages that CPUs read
     selection = select(op, facts)
     assert selection.row.name == row
     column = TABLE[op][facts.kind]

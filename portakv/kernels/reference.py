@@ -74,7 +74,7 @@ def store_kv(
     A cache is `[rows, H, D]` or, paged, `[pages, page, H, D]`, with any strides but a dense last axis.
     `k_inv` and `v_inv` are one float32 reciprocal scale per KV head, used by a quantising store only.
     """
-    slots, ok = _writable(loc, _num_rows(k_cache), fmt, faults, "store_kv")
+    slots, ok = writable_slots(loc, _num_rows(k_cache), fmt, faults, "store_kv")
     for x, cache, inv in ((k, k_cache, k_inv), (v, v_cache, v_inv)):
         rows, where = _as_bytes(cache), _index(cache, slots)
         rows[where] = torch.where(ok[:, None, None], _as_bytes(convert(x, fmt, inv)), rows[where])
@@ -96,7 +96,7 @@ def gather_kv(
     An output of the storage dtype gets the bytes; another float dtype gets the value, times the scale of its
     KV head where the pool is quantised.
     """
-    slots, ok = _readable(loc, _num_rows(k_cache), faults, "gather_kv")
+    slots, ok = readable_slots(loc, _num_rows(k_cache), faults, "gather_kv")
     for cache, out, scale in ((k_cache, k_out, k_scale), (v_cache, v_out, v_scale)):
         rows = _as_bytes(cache)[_index(cache, slots)].view(fmt.dtype)
         fresh = _as_bytes(restore(rows, out.dtype, fmt, scale))
@@ -107,8 +107,8 @@ def move_kv(k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults
     """Copy slot `src[i]` to slot `tgt[i]` in every layer of `[L, rows, H, D]` or `[L, pages, page, H, D]` caches, as if
     every source were read before any write."""
     num_rows = _num_rows(k_caches[0])
-    read, readable = _readable(src, num_rows, faults, "move_kv")
-    write, ok = _writable(torch.where(readable, tgt.long(), -1), num_rows, fmt, faults, "move_kv")
+    read, readable = readable_slots(src, num_rows, faults, "move_kv")
+    write, ok = writable_slots(torch.where(readable, tgt.long(), -1), num_rows, fmt, faults, "move_kv")
     for caches in (k_caches, v_caches):
         for layer in _as_bytes(caches):
             to = _index(layer, write)
@@ -262,7 +262,7 @@ def gather_kv_flashmla(
 ) -> None:
     """Read slot `loc[t]` into row t of `k_out [T, 1, D]`, times the scales stored with it, and `v_out [T, 1, Dv]`, as
     their float dtype; skipped rows stay as they are."""
-    _, ok = _readable(loc, _num_rows(k_cache), faults, "gather_kv")
+    _, ok = readable_slots(loc, _num_rows(k_cache), faults, "gather_kv")
     raw, dim = fmt.raw, fmt.head_dim
     first, second = (
         torch.zeros((len(loc), 1, n), dtype=fmt.dtype, device=loc.device) for n in (raw.head_dim, raw.v_head_dim)
@@ -341,7 +341,7 @@ def _write_slots(out: Tensor, value: Tensor, faults: Tensor) -> None:
     out[n:] = PAD
 
 
-def _readable(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
+def readable_slots(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
     """Slots that are safe to index, and which of them `loc` really names; the others became PAD."""
     wide = loc.long()
     _count(faults, op, wide >= num_rows)
@@ -349,9 +349,9 @@ def _readable(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple[Tens
     return torch.where(ok, wide, PAD), ok
 
 
-def _writable(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
+def writable_slots(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
     """As `_readable`, without the reserved page: a skipped write puts PAD's own bytes back, and needs no sync."""
-    slots, ok = _readable(loc, num_rows, faults, op)
+    slots, ok = readable_slots(loc, num_rows, faults, op)
     ok &= slots >= fmt.page_size
     return torch.where(ok, slots, PAD), ok
 

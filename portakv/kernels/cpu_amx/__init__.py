@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import cast_loc as cast_loc
     from portakv.kernels.cpu_amx._native import gather_kv as gather_kv
     from portakv.kernels.cpu_amx._native import gather_kv_flashmla as gather_kv_flashmla
+    from portakv.kernels.cpu_amx._native import gather_kv_packed as gather_kv_packed
     from portakv.kernels.cpu_amx._native import isa as isa
     from portakv.kernels.cpu_amx._native import isas as isas
     from portakv.kernels.cpu_amx._native import move_kv as move_kv
+    from portakv.kernels.cpu_amx._native import move_kv_packed as move_kv_packed
     from portakv.kernels.cpu_amx._native import patch_map as patch_map
     from portakv.kernels.cpu_amx._native import store_kv as store_kv
     from portakv.kernels.cpu_amx._native import store_kv_flashmla as store_kv_flashmla
+    from portakv.kernels.cpu_amx._native import store_kv_packed as store_kv_packed
     from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
 _NAMES = (
     *("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read"),
-    *("store_kv_flashmla", "gather_kv_flashmla", "isa", "isas"),
+    *("store_kv_flashmla", "gather_kv_flashmla", "store_kv_packed", "gather_kv_packed", "move_kv_packed"),
+    *("isa", "isas"),
 )
 
 

@@ -7,6 +7,9 @@ from portakv.kernels.reference import patch_map as patch_map
 from portakv.kernels.reference import store_kv as store_kv
 from portakv.kernels.reference import store_kv_flashmla as store_kv_flashmla
 from portakv.kernels.reference import translate_loc as translate_loc
+from portakv.kernels.reference_packed import gather_kv_packed as gather_kv_packed
+from portakv.kernels.reference_packed import move_kv_packed as move_kv_packed
+from portakv.kernels.reference_packed import store_kv_packed as store_kv_packed
 
 def isa() -> str: ...
 def isas() -> tuple[str, ...]: ...

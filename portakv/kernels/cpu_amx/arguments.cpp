@@ -1,5 +1,7 @@
 #include "arguments.h"
 
+#include <utility>
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -114,6 +116,24 @@ Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter
         half.scale_stride = s.stride[0];
     }
     return half;
+}
+
+MovePairs read_pairs(nb::handle tgt, nb::handle src, int64_t first, int64_t num_rows, nb::handle faults) {
+    Slots to = read_slots(tgt, "tgt"), from = read_slots(src, "src");
+    if (to.size != from.size)
+        refuse_value("tgt", (std::to_string(from.size) + " slots").c_str(), std::to_string(to.size).c_str());
+    int64_t *fault = read_faults(faults) + kMoveKv, over = 0, count = 0;
+    std::vector<int64_t> slots(2 * size_t(to.size));
+    for (int64_t i = 0; i < to.size; ++i) {
+        int64_t s = slot_at(from, i), t = slot_at(to, i);
+        bool readable = s >= 0 && s < num_rows;
+        over += s >= num_rows || (readable && t >= num_rows);
+        slots[size_t(count)] = t;
+        slots[size_t(to.size + count)] = s;
+        count += readable && t >= first && t < num_rows;
+    }
+    if (over) __atomic_fetch_add(fault, over, __ATOMIC_RELAXED);
+    return {std::move(slots), count};
 }
 
 int threads_for(int64_t bytes) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 #include "tensor.h"
@@ -54,6 +55,17 @@ bool is_fp8(DType t);
 Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nanobind::handle scale,
           const char* scale_name);
 
+// What a move has to copy: `tgt[i]` from `src[i]`, `count` times; slots to skip are left out and counted.
+struct MovePairs {
+    std::vector<int64_t> slots;
+    int64_t count;
+    const int64_t* tgt() const { return slots.data(); }
+    const int64_t* src() const { return slots.data() + slots.size() / 2; }
+};
+
+MovePairs read_pairs(nanobind::handle tgt, nanobind::handle src, int64_t first, int64_t num_rows,
+                     nanobind::handle faults);
+
 constexpr int64_t kGilBytes = 32 << 10;  // the GIL is kept below
 
 int threads_for(int64_t bytes);
@@ -67,5 +79,6 @@ void launch(void (*kernel)(const Job&), const Job& job, int64_t bytes) {
 
 // The ops that have a file of their own.
 void define_read(nanobind::module_& m);
+void define_packed(nanobind::module_& m);
 
 }  // namespace portakv

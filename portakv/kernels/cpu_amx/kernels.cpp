@@ -4,6 +4,7 @@
 // called: see kernels.h.
 
 #include "flashmla.h"
+#include "packed.h"
 #include "reads.h"
 #include "rows.h"
 
@@ -122,6 +123,9 @@ const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {
     read,
     do_job<Way::store, Flash<Way::store>>,
     do_job<Way::gather, Flash<Way::gather>>,
+    do_packed<Way::store>,
+    do_packed<Way::gather>,
+    move_packed,
 };
 
 }  // namespace portakv

@@ -90,6 +90,33 @@ struct ReadJob {
     int threads;
 };
 
+// How a page keeps the tokens of one head: for each `block` units of `unit` bytes, the page's tokens in groups of
+// `width`; within a group unit after unit, and for each unit the group's tokens side by side.
+struct Packing {
+    int64_t unit;
+    int64_t width;
+    int64_t block;
+};
+
+// Tokens [token, token + count), which go with slots [slot, slot + count) of one tile.
+struct Piece {
+    int64_t slot;
+    int64_t token;
+    int64_t count;
+};
+
+// A store or gather of packed pages. Pieces of one tile of `tile` slots are neighbours, in token order: those of group
+// g are pieces [starts[g], starts[g + 1]). The packed side of a half has pages; its row stride means nothing.
+struct PackedJob {
+    const Piece* pieces;
+    const int64_t* starts;
+    int64_t groups;
+    int64_t tile;
+    Half half[2];
+    Packing packing[2];
+    int threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*store)(const RowJob&);
@@ -98,6 +125,9 @@ struct Kernels {
     void (*read)(const ReadJob&);
     void (*store_flashmla)(const RowJob&);
     void (*gather_flashmla)(const RowJob&);
+    void (*store_packed)(const PackedJob&);
+    void (*gather_packed)(const PackedJob&);
+    void (*move_packed)(const MoveJob&, const Packing&);
 };
 
 // On other machines than x86-64 only the last is there.

@@ -60,10 +60,6 @@ void gather_kv(nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handl
 void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handle src, nb::handle faults,
              nb::handle fmt) {
     View views[2] = {read_tensor(k_caches, "k_caches"), read_tensor(v_caches, "v_caches")};
-    Slots to = read_slots(tgt, "tgt"), from = read_slots(src, "src");
-    if (to.size != from.size)
-        refuse_value("tgt", (std::to_string(from.size) + " slots").c_str(), std::to_string(to.size).c_str());
-    int64_t* fault = read_faults(faults) + kMoveKv;
     MoveJob jobs[2];
     int64_t num_rows = -1, widest = 1;
     for (int i = 0; i < 2; ++i) {
@@ -80,18 +76,8 @@ void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handl
         jobs[i] = {r.rows, views[i].stride[0] * item, views[i].shape[0], r.heads, r.dim * item, nullptr, nullptr, 0, nullptr, 0, 1};
         widest = std::max(widest, r.heads * r.dim * item);
     }
-    int64_t first = read_page_size(fmt), over = 0, count = 0;
-    std::vector<int64_t> pairs(2 * size_t(to.size));
-    int64_t *targets = pairs.data(), *sources = targets + to.size;
-    for (int64_t i = 0; i < to.size; ++i) {
-        int64_t s = slot_at(from, i), t = slot_at(to, i);
-        bool readable = s >= 0 && s < num_rows;
-        over += s >= num_rows || (readable && t >= num_rows);
-        targets[count] = t;
-        sources[count] = s;
-        count += readable && t >= first && t < num_rows;
-    }
-    if (over) __atomic_fetch_add(fault, over, __ATOMIC_RELAXED);
+    MovePairs pairs = read_pairs(tgt, src, read_page_size(fmt), num_rows, faults);
+    int64_t count = pairs.count;
     if (count == 0) return;
     int64_t layers = views[0].shape[0];
     int64_t bytes = count * layers * (jobs[0].heads * jobs[0].head_bytes + jobs[1].heads * jobs[1].head_bytes);
@@ -100,8 +86,8 @@ void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handl
     std::unique_ptr<char[]> buffer(new char[size_t(staging * threads)]);
     auto run = [&] {
         for (MoveJob& job : jobs) {
-            job.tgt = targets;
-            job.src = sources;
+            job.tgt = pairs.tgt();
+            job.src = pairs.src();
             job.count = count;
             job.staging = buffer.get();
             job.staging_bytes = staging;
@@ -247,6 +233,7 @@ NB_MODULE(_native, m) {
     m.def("move_kv", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));
     define_flashmla(m);
     define_read(m);
+    define_packed(m);
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");

@@ -1,0 +1,196 @@
+// The Python functions for packed pages, `[pages, H, page, D]` caches in which only whole pages of a head have a
+// meaning; arguments are checked here, before anything is written.
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "arguments.h"
+
+namespace nb = nanobind;
+
+namespace portakv {
+namespace {
+
+enum class Layout { amx, vec };
+
+PyObject *layout_, *amx_;
+
+Layout read_layout(nb::handle fmt) {
+    nb::object layout = nb::steal(PyObject_GetAttr(fmt.ptr(), layout_));
+    if (!layout.is_valid()) nb::raise_python_error();
+    return layout.is(amx_) ? Layout::amx : Layout::vec;
+}
+
+constexpr int64_t kPage = 32, kLine = 64;
+
+// Source of both: vLLM's CPU attention, csrc/cpu/cpu_attn_{amx,vec}.hpp. AMX multiplies pairs: K has them along the
+// head dim and V along the tokens.
+Packing packing_of(Layout layout, bool is_v, int64_t page, int64_t dim, int64_t item) {
+    if (layout == Layout::amx) return is_v ? Packing{2, 2, 16} : Packing{4, 16, dim / 2};
+    return {item, is_v ? 1 : page, dim};
+}
+
+// Slots whose tokens fill the lines of K that they share.
+int64_t tile_of(Layout layout, int64_t page, int64_t item) {
+    int64_t tile = layout == Layout::amx ? 16 : kLine / item;
+    return page % tile ? kPage : tile;
+}
+
+struct PackedView {
+    RowView view;
+    Packing packing;
+};
+
+PackedView as_packed(const View& v, int first_axis, Layout layout, bool is_v, nb::handle fmt) {
+    int last = v.rank - 1;
+    if (v.rank - first_axis != 4) refuse_shape(v, first_axis ? "[layers, pages, heads, page, dim]" : "[pages, heads, page, dim]");
+    int64_t page = v.shape[last - 1], dim = v.shape[last];
+    if (v.dtype >= DType::i32 || (layout == Layout::amx && v.dtype != DType::bf16))
+        refuse_type(v.name, layout == Layout::amx ? "a bfloat16 tensor" : "a float32, float16, bfloat16 or fp8 tensor", dtype_name(v.dtype));
+    if (page != read_page_size(fmt) || page < 1 || page % kPage)
+        refuse_value(v.name, "pages of the format's size, a multiple of 32", std::to_string(page).c_str());
+    int64_t multiple = layout == Layout::amx ? 32 : 16;
+    if (dim < 1 || dim % multiple)
+        refuse_value(v.name, ("a head dim that is a multiple of " + std::to_string(multiple)).c_str(), std::to_string(dim).c_str());
+    if (v.stride[last] != 1 || v.stride[last - 1] != dim)
+        refuse_value(v.name, "dense pages of each head", ("stride " + std::to_string(v.stride[last - 1])).c_str());
+    int64_t item = dtype_bytes(v.dtype);
+    Rows rows{v.data, 0, v.stride[last - 2] * item, page, v.stride[last - 3] * item, v.dtype};
+    return {{rows, v.shape[last - 3] * page, v.shape[last - 2], dim}, packing_of(layout, is_v, page, dim, item)};
+}
+
+void check_pair(const View& k_view, const View& v_view, const PackedView& k, const PackedView& v, nb::handle fmt) {
+    check_dtype(fmt, k_view);
+    if (v_view.dtype != k_view.dtype) refuse_type(v_view.name, dtype_name(k_view.dtype), dtype_name(v_view.dtype));
+    if (v.view.count != k.view.count || v.view.heads != k.view.heads)
+        refuse_shape(v_view, "[..., " + std::to_string(k.view.count / k.view.rows.page) + ", " +
+                                 std::to_string(k.view.heads) + ", page, dim]");
+}
+
+// The slots to serve as pieces, pieces of a tile together.
+struct Pieces {
+    std::vector<Piece> pieces;
+    std::vector<int64_t> starts;
+    int64_t over = 0;
+    int64_t partial = 0;
+};
+
+Pieces cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sort) {
+    Pieces out;
+    bool sorted = true;
+    auto tile_at = [tile](const Piece& p) { return p.slot / tile; };
+    for (int64_t t = 0; t < loc.size; ++t) {
+        int64_t slot = slot_at(loc, t);
+        out.over += slot >= end;
+        if (slot < first || slot >= end) continue;
+        if (!out.pieces.empty()) {
+            Piece& last = out.pieces.back();
+            if (slot == last.slot + last.count && t == last.token + last.count && slot % tile) {
+                ++last.count;
+                continue;
+            }
+            sorted &= tile_at(last) <= slot / tile;
+        }
+        out.pieces.push_back({slot, t, 1});
+    }
+    // Scattered tokens that share lines are served together: a line is then fetched and written back once.
+    if (!sorted && may_sort)
+        std::sort(out.pieces.begin(), out.pieces.end(), [&](const Piece& a, const Piece& b) {
+            return tile_at(a) != tile_at(b) ? tile_at(a) < tile_at(b) : a.token < b.token;
+        });
+    for (size_t i = 0; i < out.pieces.size(); ++i) {
+        if (i == 0 || tile_at(out.pieces[i]) != tile_at(out.pieces[i - 1])) out.starts.push_back(int64_t(i));
+        out.partial += out.pieces[i].count < tile;
+    }
+    out.starts.push_back(int64_t(out.pieces.size()));
+    return out;
+}
+
+// A token on its own touches a line for each unit of K.
+constexpr int64_t kPartialCost = 16;
+
+void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
+               nb::handle loc, nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt,
+               const char* const names[4]) {
+    Layout layout = read_layout(fmt);
+    Slots slots = read_slots(loc, "loc");
+    View cache_views[2] = {read_tensor(k_cache, "k_cache"), read_tensor(v_cache, "v_cache")};
+    PackedView caches[2] = {as_packed(cache_views[0], 0, layout, false, fmt), as_packed(cache_views[1], 0, layout, true, fmt)};
+    check_pair(cache_views[0], cache_views[1], caches[0], caches[1], fmt);
+    View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
+    PackedJob job{};
+    job.half[0] = bind(k_view, caches[0].view, slots.size, scatter, k_scale, names[2]);
+    job.half[1] = bind(v_view, caches[1].view, slots.size, scatter, v_scale, names[3]);
+    if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
+    int64_t* fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
+    int64_t page = caches[0].view.rows.page, item = dtype_bytes(cache_views[0].dtype);
+    job.tile = tile_of(layout, page, item);
+    Pieces cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, scatter);
+    if (cuts.over) __atomic_fetch_add(fault, cuts.over, __ATOMIC_RELAXED);
+    job.pieces = cuts.pieces.data();
+    job.starts = cuts.starts.data();
+    job.groups = int64_t(cuts.starts.size()) - 1;
+    if (job.groups == 0) return;
+    for (int i = 0; i < 2; ++i) job.packing[i] = caches[i].packing;
+    int64_t row = (job.half[0].dim + job.half[1].dim) * job.half[0].heads * item;
+    int64_t bytes = row * (slots.size + kPartialCost * cuts.partial);
+    job.threads = threads_for(bytes);
+    launch(scatter ? kernels->store_packed : kernels->gather_packed, job, bytes);
+}
+
+void store_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_inv,
+              nb::handle v_inv, nb::handle faults, nb::handle fmt) {
+    static const char* const names[] = {"k", "v", "k_inv", "v_inv"};
+    packed_op(true, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, names);
+}
+
+void gather_kv(nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_out, nb::handle v_out,
+               nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt) {
+    static const char* const names[] = {"k_out", "v_out", "k_scale", "v_scale"};
+    packed_op(false, k_out, v_out, k_cache, v_cache, loc, k_scale, v_scale, faults, fmt, names);
+}
+
+void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handle src, nb::handle faults,
+             nb::handle fmt) {
+    Layout layout = read_layout(fmt);
+    View views[2] = {read_tensor(k_caches, "k_caches"), read_tensor(v_caches, "v_caches")};
+    PackedView caches[2] = {as_packed(views[0], 1, layout, false, fmt), as_packed(views[1], 1, layout, true, fmt)};
+    check_pair(views[0], views[1], caches[0], caches[1], fmt);
+    if (views[1].shape[0] != views[0].shape[0])
+        refuse_value("v_caches", (std::to_string(views[0].shape[0]) + " layers").c_str(), std::to_string(views[1].shape[0]).c_str());
+    MovePairs pairs = read_pairs(tgt, src, caches[0].view.rows.page, caches[0].view.count, faults);
+    if (pairs.count == 0) return;
+    MoveJob jobs[2];
+    int64_t bytes = 0, widest = 0;
+    for (int i = 0; i < 2; ++i) {
+        const RowView& r = caches[i].view;
+        int64_t item = dtype_bytes(r.rows.dtype), head_bytes = r.dim * item;
+        jobs[i] = {r.rows, views[i].stride[0] * item, views[i].shape[0], r.heads, head_bytes, pairs.tgt(), pairs.src(), pairs.count, nullptr, pairs.count * head_bytes, 1};
+        bytes += pairs.count * views[i].shape[0] * r.heads * head_bytes;
+        widest = std::max(widest, jobs[i].staging_bytes);
+    }
+    int threads = threads_for(bytes * kPartialCost);
+    std::unique_ptr<char[]> staging(new char[size_t(widest * threads)]);
+    nb::gil_scoped_release release;
+    for (int i = 0; i < 2; ++i) {
+        jobs[i].staging = staging.get();
+        jobs[i].threads = threads;
+        kernels->move_packed(jobs[i], caches[i].packing);
+    }
+}
+
+}  // namespace
+
+void define_packed(nb::module_& m) {
+    layout_ = PyUnicode_InternFromString("layout");
+    amx_ = nb::object(nb::module_::import_("portakv.formats").attr("Layout").attr("CPU_AMX")).release().ptr();
+    auto arg = [](const char* name) { return nb::arg(name).none(); };
+    m.def("store_kv_packed", &store_kv, arg("k"), arg("v"), arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_inv"),
+          arg("v_inv"), arg("faults"), arg("fmt"));
+    m.def("gather_kv_packed", &gather_kv, arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_out"), arg("v_out"),
+          arg("k_scale"), arg("v_scale"), arg("faults"), arg("fmt"));
+    m.def("move_kv_packed", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));
+}
+
+}  // namespace portakv
