@@ -209,7 +209,8 @@ class ReadPlanner:
         for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
             rows = size if fmt.structure is RAGGED else shape[0]
             indptr = empty(rows + 1) if fmt.structure is RAGGED else None
-            structures.append(ReadIndices(fmt.structure, side, window, empty(shape), indptr, *empty((2, rows))))
+            lens, starts = empty((2, rows)).unbind()
+            structures.append(ReadIndices(fmt.structure, side, window, empty(shape), indptr, lens, starts))
         return ReadPlan(style, tuple(structures), self)
 
     def _check_style(self, style: ReadStyle) -> None:

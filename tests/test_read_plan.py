@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -105,6 +106,7 @@ MODES = {
     "extend": Mode(varied, lambda n, q: {"seq_lens": n, "query_lens": q}),
     "verify": Mode(varied, lambda n, q: {"seq_lens": n - q, "extra_lens": q}),
     "chunk": Mode(varied, lambda n, q: {"seq_lens": n - q // 2, "extra_lens": q // 2, "query_lens": q}),
+    "decode's prefix": Mode(lambda b, n: 1, lambda n, q: {"seq_lens": n, "prefix_only": True}, prefix_only=True),
     "prefix": Mode(varied, lambda n, q: {"seq_lens": n, "query_lens": q, "prefix_only": True}, prefix_only=True),
 }
 
@@ -473,6 +475,61 @@ def test_the_bounds_of_a_graph_hold_every_batch_within_them():
         assert not any(pool.faults().values())
 
 
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Lengths count as a device's, and what would wait for one fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "shares_host_memory", lambda device: False)
+        for name in ("cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__index__"):
+            patch.setattr(Tensor, name, lambda *_, name=name: pytest.fail(f"a tensor was read back: {name}"))
+        yield
+
+
+BOUNDS = [{}, {"max_len": 41}, {"max_query_len": 12}, {"max_len": 41, "max_query_len": 12}]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.parametrize("structure", Structure)
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_on_the_device_are_not_read_back(kernels, mode, structure, bounds):
+    """Buffers are as large as the bounds say, and hold what exact ones do."""
+    world = World(edges(4), 4, torch.device("cpu"), kernels)
+    exact, counts = ask(world, mode, structure=structure)
+    arguments = MODES[mode].arguments(torch.tensor(world.lengths), torch.tensor(counts))
+    table = world.table
+    with as_on_a_device():
+        plan = world.pool.plan_read(table, world.rows, **arguments, **bounds, structure=structure)
+    assert compare(world, plan, counts, MODES[mode].prefix_only) <= TOLERANCE
+    for got, want in zip(plan.structures, exact.structures, strict=True):
+        assert all(n >= least for n, least in zip(got.indices.shape, want.indices.shape, strict=True))
+    assert not any(world.pool.faults().values())
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_what_goes_past_the_bounds_is_cut_and_counted(kernels, structure):
+    world = World([41, 30], 4, torch.device("cpu"), kernels)
+    with as_on_a_device():
+        plan = world.pool.plan_read(world.table, world.rows, torch.tensor([41, 30]), structure=structure, max_len=16)
+    full = plan.structures[0]
+    assert full.lens.tolist() == ([32, 0] if structure is Structure.RAGGED else [16, 16])
+    assert world.pool.faults()["build_read"] == 2
+    with as_on_a_device(), pytest.raises(TypeError, match="req_rows: expected one dtype of all tensors on cpu"):
+        world.pool.plan_read(world.table, world.rows, torch.tensor([41, 30], dtype=torch.int32), structure=structure)
+
+
+def test_checked_mode_reads_lengths_back(kernels):
+    world = World([41, 30], 4, torch.device("cpu"), kernels, check=True)
+    lengths, width = torch.tensor([41, 30]), world.host_table.shape[1]
+    with as_on_a_device(), pytest.raises(pytest.fail.Exception, match="a tensor was read back: cpu"):
+        world.pool.plan_read(world.table, world.rows, lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "shares_host_memory", lambda device: False)
+        for extra, most in ((0, 16), (width, width)):
+            with pytest.raises(ValueError, match=f"expected at most {most} tokens, got {41 + extra}"):
+                world.pool.plan_read(world.table, world.rows, lengths + extra, max_len=most)
+    assert not any(world.pool.faults().values())
+
+
 # A forward of 48 layers.
 
 
@@ -559,6 +616,14 @@ def test_strided_arguments(device, kernels):
     rows, lengths = (x.repeat_interleave(2)[::2] for x in (world.rows, torch.tensor(world.lengths)))
     plan = world.pool.plan_read(wide.to(device)[::2, 3:-2], rows, lengths, 2)
     assert compare(world, plan, [2, 2, 2]) <= TOLERANCE
+
+
+def test_the_last_slot_is_one_and_the_next_is_a_fault(device, kernels):
+    pool = HybridKVPool([LayerSpec(None, 1, 8)], size=16, page_size=4, device=device, kernels=kernels)
+    table, row, lens = torch.tensor([[19, 20, -1]], device=device), torch.tensor([0]), torch.tensor([3])
+    plan = pool.plan_read(table, row, lens, consumer="triton", pad=-1)
+    assert plan.for_layer(0).indices.tolist() == [19, -1, -1]
+    assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"build_read": 1}
 
 
 def test_a_plan_is_a_snapshot(device, kernels):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import KVWriteLoc, LayerSpec, MissingSwaLoc
+from portakv import KVWriteLoc, LayerSpec, MissingSwaLoc, Structure
 
 FULL, SWA = 64, 8
 LAYERS = [LayerSpec(None, 2, 16), LayerSpec(4, 2, 16)]
@@ -78,3 +78,25 @@ def test_a_hybrid_draft_plans_like_its_target(pool, make_pool):
     draft = make_pool([LayerSpec(4, 1, 8)], size=FULL, swa_size=SWA, slots_of=pool)
     loc = pool.allocator.alloc(4)
     assert torch.equal(draft.plan_write(loc).swa_loc, pool.plan_write(loc).swa_loc)
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_every_read_plan_names_swa_slots(pool, structure):
+    """Decode, extend, verify and a graph's refill: one builder, so none of them forgets to translate."""
+    a = pool.allocator
+    loc = a.alloc(6)
+    table, row, six = loc[None].to(pool.device), torch.tensor([0]), torch.tensor([6])
+    graph = pool.graph_read_plan(2, 8, max_query_len=3, structure=structure)
+    plans = {
+        "decode": pool.plan_read(table, row, six, structure=structure),
+        "extend": pool.plan_read(table, row, six, 3, structure=structure),
+        "verify": pool.plan_read(table, row, six - 2, extra_lens=2, structure=structure),
+        "replay": pool.plan_read(table, row, six, 3, out=graph),
+    }
+    for mode, plan in plans.items():
+        full, swa = plan.for_layer(0), plan.for_layer(1)
+        used = [read.indices[read.indices > 0].tolist() for read in (full, swa)]
+        assert set(used[0]) == set(loc.tolist()), mode
+        assert set(used[1]) <= set(a.mapping[loc.numpy()].tolist()), mode
+        assert int(loc[-1]) in used[0] and int(a.mapping[loc[-1]]) in used[1], mode
+        assert max(used[1]) <= SWA < min(used[0]), mode

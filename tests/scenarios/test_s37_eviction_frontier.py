@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from portakv import HybridKVPool, LayerSpec
 from portakv.allocator import HybridSlotAllocator
 
 
@@ -54,3 +55,16 @@ def test_a_long_decode_fits_the_smallest_pool_and_its_frontier_never_moves_back(
         table[0, length] = a.alloc_decode([length + 1], [table[0, length - 1] if length else -1])
         assert a.is_live(table[0, max(0, length - window + 1) : length + 1]).all()
         assert a.is_live(table[0, : length + 1]).sum() <= window + page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_verify_reads_from_what_its_smallest_position_sees(page_size: int) -> None:
+    """The eviction before it, and the plan: both are measured from position 100, not from 107."""
+    pool = HybridKVPool([LayerSpec(16, 1, 8)], size=128, swa_size=128, page_size=page_size, device="cpu")
+    slots = pool.allocator.alloc(108)
+    pool.allocator.evict_swa(slots[None], [0], [0], [100])
+    plan = pool.plan_read(slots[None], torch.tensor([0]), torch.tensor([100]), extra_lens=8, structure="rows")
+    read = plan.for_layer(0)
+    assert (read.starts.tolist(), read.lens.tolist()) == ([85], [23])
+    assert read.indices[0].tolist() == pool.full_to_swa[slots[85:]].tolist()
+    assert read.indices.min() >= page_size

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec
+from portakv import CONSUMERS, HybridKVPool, LayerSpec
 
 W = 8
 
@@ -74,3 +74,15 @@ def test_the_cache_returns_the_window_in_order(chunks, page):
                 assert got[0, 0, :, 0].tolist() == list(range(seen - before, seen + n))
         seen += n
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("tokens", [1, 3, 6, W - 1, W, W + 1, 2 * W, 23])
+def test_a_decode_reads_exactly_the_window(tokens, consumer):
+    """After 8 tokens the last query sees all 8, after 9 the last 8 of them: flash attention's 7 to the left."""
+    pool = HybridKVPool([LayerSpec(W, 1, 8)], size=32, swa_size=32, device="cpu")
+    slots = pool.allocator.alloc(tokens)
+    plan = pool.plan_read(slots[None], torch.tensor([0]), torch.tensor([tokens]), consumer=consumer)
+    read, seen = plan.for_layer(0), min(tokens, W)
+    assert (read.starts.tolist(), read.lens.tolist()) == ([tokens - seen], [seen])
+    assert read.indices.flatten()[:seen].tolist() == pool.full_to_swa[slots[tokens - seen :]].tolist()

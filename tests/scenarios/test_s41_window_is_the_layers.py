@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import LayerSpec
+from portakv import LayerSpec, Structure
 from portakv.integrations.transformers import PortaKVCache
 
 LAYERS = [
@@ -52,3 +52,16 @@ def test_both_layouts_return_the_same_keys(make_pool):
             for a, b in zip(one, hybrid, strict=True):
                 assert torch.equal(a, b)
     assert [cache.pool.allocator.available("full") for cache in caches] == [64 - 34] * 2
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_both_layouts_read_the_same_positions(make_pool, structure):
+    """A global layer reads all of it, whatever its slots are shared with; the slots differ in side alone."""
+    lens, plans = torch.tensor([20]), []
+    for swa_size in (None, 32):
+        pool = make_pool(LAYERS, size=64, swa_size=swa_size)
+        slots = pool.allocator.alloc(20)
+        plan = pool.plan_read(slots[None].to(pool.device), torch.tensor([0]), lens, structure=structure)
+        assert [plan.for_layer(i).lens.tolist() for i in range(5)] == [[min(20, w or 20)] for w in WINDOWS]
+        plans.append([(read.window, read.starts.tolist(), read.lens.tolist()) for read in plan.structures])
+    assert plans[0] == plans[1]
