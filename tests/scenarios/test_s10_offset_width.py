@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from portakv import CONSUMERS, LayerSpec
-from portakv.consumers import check_offsets
-from portakv.read_plan import ReadPlanner
+from portakv.consumers import check_offsets, last_offset
 
 PAGE, HEADS, DIM = 16, 8, 128
 NARROW = [name for name, style in CONSUMERS.items() if style.offset_bits == 32]
@@ -58,8 +55,9 @@ def test_the_view_decides_not_its_number_of_elements():
 def test_plans_are_refused_before_anything_is_written(make_pool, unchanged, consumer):
     """The caches of a pool's planner are swapped for views of that size, which take no memory."""
     pool = make_pool([LayerSpec(None, HEADS, DIM)], size=PAGE, page_size=PAGE)
-    stored = {0: dataclasses.replace(pool._layers[0], readable=interleaved(65_537))}
-    pool._planner = ReadPlanner(pool.layers, stored, pool.full_to_swa, pool._faults, pool._planner._build_read)
+    planner = pool._planner
+    planner._caches = interleaved(65_537)
+    planner._reach = max(map(last_offset, planner._caches))
     table, rows, lens = torch.full((1, 4), PAGE, device=pool.device), torch.tensor([0]), torch.tensor([3])
     calls = (
         lambda: pool.plan_read(table, rows, lens, consumer=consumer),
