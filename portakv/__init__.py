@@ -20,6 +20,7 @@ from portakv.formats import Structure
 from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
 from portakv.read_plan import ReadIndices, ReadPlan
+from portakv.rope import Rope
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, resolve_write_loc
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ReadIndices",
     "ReadPlan",
     "ReadStyle",
+    "Rope",
     "SlotFault",
     "SlotOwnership",
     "StaleWriteLoc",

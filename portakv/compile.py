@@ -74,9 +74,7 @@ def warmup(pool: HybridKVPool) -> None:
     A no-op for rows that need no compiling. Raises `NoKernel` for a variant that does not compile.
     """
     for group in pool.groups:
-        own, raw = group.fmt.family, group.raw.family
-        kernels = pool._slot_kernels | {f"store_kv{raw}": group.raw_store, f"gather_kv{raw}": group.raw_gather}
-        kernels |= {f"store_kv{own}": group.store, f"gather_kv{own}": group.gather, f"move_kv{raw}": group.move}
+        kernels = {**pool._slot_kernels, **group.kernels}
         for variant in list_variants([group.fmt]):
             kernel = kernels[variant.op]
             # A row that compiles is an op's `launch` with the device's Launcher as its first argument.
@@ -161,6 +159,7 @@ def variant_name(variant: Variant) -> str:
     words += [str(dtype).removeprefix("torch.") for dtype in (variant.dtype, variant.index_dtype) if dtype]
     words += [f"to {str(variant.out_index_dtype).removeprefix('torch.')}"] if variant.out_index_dtype else []
     words += [f"{variant.alignment}-byte rows"] if variant.fmt else []
+    words += [f"angles in {str(variant.rope).removeprefix('torch.')}"] if variant.rope else []
     return " ".join(words)
 
 
@@ -260,7 +259,7 @@ def needs_vectors(variant: Variant) -> bool:
     return min(fmt.k_row_bytes, fmt.v_row_bytes) >= 256
 
 
-EXCHANGED_BYTES = {"store_kv_flashmla": 64}
+EXCHANGED_BYTES = {"store_kv_flashmla": 64, "store_kv_rope_flashmla": 64}
 """Shared memory that a kernel may use: the scales of a program's blocks go from the lanes that made them to others."""
 
 COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "offsets", "by 16 B")

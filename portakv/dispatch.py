@@ -45,6 +45,7 @@ class Row:
 
 
 REFERENCE = Row("reference", "reference:{op}", "portakv, in torch ops")
+REFERENCE_FLASHMLA = Row("reference", "reference_flashmla:{op}", "portakv, in torch ops")
 NATIVE = Row("native", "cpu_amx:{op}", "portakv, C++", "native", checks=True)
 PACKED = (Layout.CPU_AMX, Layout.CPU_VEC)
 REFERENCE_PACKED = Row("reference", "reference_packed:{op}", "portakv, in torch ops", layouts=PACKED)
@@ -65,6 +66,7 @@ EVERYWHERE: dict[DeviceKind, tuple[Row, ...]] = {
 }
 ON_CPUS: dict[DeviceKind, tuple[Row, ...]] = dict.fromkeys(DeviceKind, (REFERENCE_PACKED,))
 ON_CPUS |= {CPU: (NATIVE_PACKED, REFERENCE_PACKED)}
+FLASHMLA = {kind: (*rows[:-1], REFERENCE_FLASHMLA) for kind, rows in EVERYWHERE.items()}
 TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "translate_loc": EVERYWHERE,
     "cast_loc": EVERYWHERE,
@@ -72,8 +74,10 @@ TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "store_kv": EVERYWHERE | {XPU: (TRITON_XPU, IPEX, REFERENCE)},
     "gather_kv": EVERYWHERE,
     "move_kv": EVERYWHERE,
-    "store_kv_flashmla": EVERYWHERE,
-    "gather_kv_flashmla": EVERYWHERE,
+    "store_kv_rope": EVERYWHERE,
+    "store_kv_flashmla": FLASHMLA,
+    "store_kv_rope_flashmla": FLASHMLA,
+    "gather_kv_flashmla": FLASHMLA,
     "store_kv_packed": ON_CPUS,
     "gather_kv_packed": ON_CPUS,
     "move_kv_packed": ON_CPUS,

@@ -121,6 +121,18 @@ class KVFormat:
         return {Layout.FLASHMLA: 64, Layout.FLASHMLA_V32: 128}.get(self.layout, 0)
 
     @property
+    def rotates_v(self) -> bool:
+        """Whether rope turns V, the rope part of an MLA row, instead of K."""
+        return self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32)
+
+    @property
+    def rotated_dim(self) -> int:
+        """The most dims that a store can rotate; 0 for a layout that takes no rope."""
+        if self.layout in (Layout.CPU_AMX, Layout.CPU_VEC):
+            return 0
+        return self.v_head_dim if self.rotates_v else self.head_dim
+
+    @property
     def family(self) -> str:
         """What follows "store_kv", "gather_kv" and "move_kv" in the name of the ops that serve this layout."""
         if self.packed:
@@ -147,6 +159,8 @@ class KVFormat:
     def ops(self) -> dict[str, KVFormat]:
         """The ops that a pool of this format needs, and the format that each is given."""
         own = {f"store_kv{self.family}": self, f"gather_kv{self.family}": self}
+        if self.rotated_dim > 1:
+            own[f"store_kv_rope{self.family}"] = self
         raw = self.raw
         return own | {f"{op}{raw.family}": raw for op in ("store_kv", "gather_kv", "move_kv")}
 
@@ -258,7 +272,8 @@ class ReadFormat:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The name of one compiled kernel. `dtype` is the other dtype of the op: a store's source, a gather's
-    output, a read's lengths; `alignment` is the bytes that every row start is a multiple of."""
+    output, a read's lengths; `alignment` is the bytes that every row start is a multiple of; `rope` is the dtype of
+    the cosines and sines of a rope store."""
 
     op: str
     fmt: KVFormat | None = None
@@ -267,6 +282,7 @@ class Variant:
     out_index_dtype: torch.dtype | None = None
     alignment: int = VECTOR_BYTES
     structure: Structure | None = None
+    rope: torch.dtype | None = None
 
 
 def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
@@ -280,7 +296,16 @@ def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
     for fmt in formats:
         out |= dict.fromkeys(_row_variants(fmt, fmt.source_dtypes))
         out |= dict.fromkeys(_row_variants(fmt.raw, (fmt.raw.dtype,)))
+        if fmt.rotated_dim > 1:
+            out |= dict.fromkeys(_rope_variants(fmt))
     return tuple(out)
+
+
+def _rope_variants(fmt: KVFormat) -> Iterator[Variant]:
+    for dtype in FLOAT_DTYPES:
+        for rope in dict.fromkeys((torch.float32, dtype)):
+            for index in INDEX_DTYPES:
+                yield Variant(f"store_kv_rope{fmt.family}", fmt, dtype, index, alignment=dtype.itemsize, rope=rope)
 
 
 def _row_variants(fmt: KVFormat, dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:

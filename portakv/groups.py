@@ -38,8 +38,10 @@ class Layer:
     v_inv: torch.Tensor
     store: Callable[..., None]
     store_checks: bool  # the store refuses by itself what it cannot take
+    store_rope: Callable[..., None] | None  # None where the layout takes no rope
     gather: Callable[..., None]
     traced_store: Callable[..., None]  # what a tracer sees instead
+    traced_store_rope: Callable[..., None] | None
     traced_gather: Callable[..., None]
 
 
@@ -49,8 +51,8 @@ class LayerGroup:
 
     `layers` are the model layers in the order of axis 0, `windows` theirs. `buffers` are the allocations `[L, items,
     bytes]`, `k_caches` and `v_caches` views of them (`KVFormat.caches`). `scales` is float32 `[4, L, H]`: K scale,
-    V scale and the reciprocal of each. The kernels are the rows chosen for `fmt`; the raw ones and
-    `move` take `raw`, and move stored bytes.
+    V scale and the reciprocal of each. `kernels` are the rows chosen for each of `fmt.ops`;
+    `traced` those that a tracer sees; `raw` is the format in which stored bytes move.
     """
 
     side: str
@@ -62,16 +64,10 @@ class LayerGroup:
     k_caches: torch.Tensor
     v_caches: torch.Tensor
     scales: torch.Tensor
-    store: Callable[..., None]
-    gather: Callable[..., None]
     store_checks: bool
-    traced_store: Callable[..., None]
-    traced_gather: Callable[..., None]
     raw: KVFormat
-    raw_store: Callable[..., None]
-    raw_gather: Callable[..., None]
-    move: Callable[..., None]
-    traced_move: Callable[..., None]
+    kernels: Mapping[str, Callable[..., None]]
+    traced: Mapping[str, Callable[..., None]]
 
     @property
     def kv_bytes(self) -> int:
@@ -81,6 +77,10 @@ class LayerGroup:
     def reserved(self) -> list[torch.Tensor]:
         """The reserved page of every layer, in each buffer."""
         return [buffer[:, : self.fmt.page_size // self.fmt.item_slots] for buffer in self.buffers]
+
+    def kernel(self, op: str, fmt: KVFormat) -> Callable[..., None]:
+        """What runs "store_kv", "gather_kv" or "move_kv" of `fmt`, the group's own or `raw`, now."""
+        return (self.traced if ops.tracing() else self.kernels)[f"{op}{fmt.family}"]
 
     def layer(self, at: int) -> Layer:
         """The layer at `at` of axis 0."""
@@ -101,11 +101,13 @@ class LayerGroup:
             v_scale=v_scale,
             k_inv=k_inv,
             v_inv=v_inv,
-            store=self.store,
+            store=self.kernels[f"store_kv{fmt.family}"],
             store_checks=self.store_checks,
-            gather=self.gather,
-            traced_store=self.traced_store,
-            traced_gather=self.traced_gather,
+            store_rope=self.kernels.get(f"store_kv_rope{fmt.family}"),
+            gather=self.kernels[f"gather_kv{fmt.family}"],
+            traced_store=self.traced[f"store_kv{fmt.family}"],
+            traced_store_rope=self.traced.get(f"store_kv_rope{fmt.family}"),
+            traced_gather=self.traced[f"gather_kv{fmt.family}"],
         )
 
 
@@ -200,15 +202,9 @@ def allocate_group(
 ) -> LayerGroup:
     """Zeroed storage for layers `ids`, scales of 1, and the kernels chosen for the format."""
     side, fmt = key
-    raw = fmt.raw
     shapes = [(len(ids), num_rows // fmt.item_slots, item) for item in fmt.item_bytes]
     buffers = tuple(devices.zeros(math.prod(shape), device).view(shape) for shape in shapes)
     k_caches, v_caches = fmt.caches(buffers)
-    traced = ops.traced(chosen, fmt.ops)
-
-    def load(op: str, of: KVFormat) -> Callable[..., None]:
-        return dispatch.load(f"{op}{of.family}", chosen[f"{op}{of.family}"])
-
     return LayerGroup(
         side=side,
         fmt=fmt,
@@ -219,14 +215,8 @@ def allocate_group(
         k_caches=k_caches,
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
-        store=load("store_kv", fmt),
-        gather=load("gather_kv", fmt),
         store_checks=chosen[f"store_kv{fmt.family}"].row.checks,
-        traced_store=traced[f"store_kv{fmt.family}"],
-        traced_gather=traced[f"gather_kv{fmt.family}"],
-        raw=raw,
-        raw_store=load("store_kv", raw),
-        raw_gather=load("gather_kv", raw),
-        move=load("move_kv", raw),
-        traced_move=traced[f"move_kv{raw.family}"],
+        raw=fmt.raw,
+        kernels={op: dispatch.load(op, selection) for op, selection in chosen.items()},
+        traced=ops.traced(chosen, fmt.ops),
     )

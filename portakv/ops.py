@@ -24,6 +24,7 @@ _STORE = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc, Tensor k_inv, Tensor v_inv, "
     "Tensor(c!) faults, str fmt"
 )
+_ROPE = _STORE.replace("Tensor(c!)", "Tensor cos_sin, Tensor positions, bool interleaved, Tensor(c!)")
 _GATHER = (
     "Tensor k_cache, Tensor v_cache, Tensor loc, Tensor(a!) k_out, Tensor(b!) v_out, Tensor k_scale, Tensor v_scale, "
     "Tensor(c!) faults, str fmt"
@@ -37,7 +38,9 @@ SCHEMAS = {
     "store_kv": _STORE,
     "gather_kv": _GATHER,
     "move_kv": _MOVE,
+    "store_kv_rope": _ROPE,
     "store_kv_flashmla": _STORE,
+    "store_kv_rope_flashmla": _ROPE,
     "gather_kv_flashmla": _GATHER,
     "store_kv_packed": _STORE,
     "gather_kv_packed": _GATHER,
@@ -68,7 +71,11 @@ def _call(overload: torch._ops.OpOverload, target: str, fmt: str | None, *args: 
     if fmt is None:
         overload(*args, target)
     else:
-        overload(*[x.view(torch.uint8) if x.dtype in FP8_DIALECTS else x for x in args[:-1]], fmt, target)
+        overload(*[x.view(torch.uint8) if _dtype(x) in FP8_DIALECTS else x for x in args[:-1]], fmt, target)
+
+
+def _dtype(x: Any) -> torch.dtype | None:
+    return x.dtype if isinstance(x, torch.Tensor) else None
 
 
 def _run(*args: Any) -> None:
@@ -80,7 +87,7 @@ def _run_with_format(*args: Any) -> None:
     *tensors, text, target = args
     fmt = decode(text)
     if fmt.fp8 is not None:
-        tensors = [x.view(fmt.dtype) if x.dtype is torch.uint8 else x for x in tensors]
+        tensors = [x.view(fmt.dtype) if _dtype(x) is torch.uint8 else x for x in tensors]
     _load(target)(*tensors, fmt)
 
 

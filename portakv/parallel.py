@@ -176,8 +176,8 @@ def cp_allgather_and_save_kv(
         odd = [rank for rank, header in enumerate(headers) if header != headers[plan.rank]]
         if odd:
             raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
-    rows = [_by_head(part.view(plan.dtype), heads) for part in (gathered[:, :split], gathered[:, split:])]
-    pool.set_kv_buffer(layer_id, plan.write_loc, *rows)
+    k, v = (_by_head(part.view(plan.dtype), heads) for part in (gathered[:, :split], gathered[:, split:]))
+    pool.set_kv_buffer(layer_id, plan.write_loc, k, v)
 
 
 def _refusal(

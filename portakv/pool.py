@@ -19,6 +19,7 @@ from portakv.formats import FAULT_KINDS, INDEX_DTYPES, SLOT_OPS, Structure
 from portakv.groups import Layer, allocate_group, fit_sizes, name_rows, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
+from portakv.rope import Rope, store_rotated
 from portakv.transfer import HostCopy
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, to_device
 
@@ -98,10 +99,8 @@ class HybridKVPool:
         )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
         self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
-        # On the reference until the table has rows for it.
-        build_read = dispatch.load(
-            "build_read", common.get("build_read", dispatch.Selection(dispatch.REFERENCE, (), True))
-        )
+        on_reference = dispatch.Selection(dispatch.REFERENCE, (), True)  # until the table has rows for it
+        build_read = dispatch.load("build_read", common.get("build_read", on_reference))
         self._planner = ReadPlanner(self.layers, self._readable, self.full_to_swa, self._faults, build_read)
 
     @classmethod
@@ -236,15 +235,15 @@ class HybridKVPool:
         """
         return self._planner.graph_plan((consumer, structure, index_dtype, pad), max_reqs, max_len, max_query_len)
 
-    def set_kv_buffer(self, layer_id: int, write_loc: WriteLoc, k: Tensor, v: Tensor) -> None:
+    def set_kv_buffer(self, layer_id: int, write_loc: WriteLoc, k: Tensor, v: Tensor, rope: Rope | None = None) -> None:
         """Store `k [T, H, D]` and `v [T, H, Dv]` at the layer's locations, in one launch.
 
         A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
         strides with a dense last axis. k and v share a dtype: a float, converted or quantised with the layer's scales,
-        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page and
-        negative slots go nowhere.
+        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page,
+        negative slots, and tokens that `rope` has no angle for (these are counted) go nowhere.
 
-        Raises `MissingSwaLoc`, and in checked mode `SlotFault` and `StaleWriteLoc`.
+        Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, or `ValueError` for a position.
         """
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:
@@ -258,6 +257,8 @@ class HybridKVPool:
                 checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
             if checking:
                 checks.check_store(layer, write_loc, loc, self.page_size, self.allocator.mapping)
+            if rope is not None:
+                return store_rotated(layer, rope, loc, k, v, self._faults, traced, self.page_size if checking else None)
             store = layer.traced_store if traced else layer.store
             store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
         except (AttributeError, TypeError, ValueError):
@@ -337,8 +338,7 @@ class HybridKVPool:
             checks.check_distinct("tgt", to.loc, self.page_size)
         for group in self.groups:
             write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
-            move = group.traced_move if ops.tracing() else group.move
-            move(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
+            group.kernel("move_kv", group.raw)(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
 
     def copy_to_host(self, slots: Tensor) -> HostCopy:
         """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.

@@ -28,7 +28,7 @@ from portakv.formats import (
     Variant,
     list_variants,
 )
-from portakv.kernels import reference, reference_packed
+from portakv.kernels import reference, reference_flashmla, reference_packed
 
 TOKENS = (0, 1, 2, 7, 33, 131)
 STYLES = ("dense", "strided", "paged")
@@ -117,7 +117,9 @@ def check(op: str, kernel: Callable[..., None], case: Case, device: torch.device
     expected = build(case)
     copies = {id(arg.storage): arg.to(device).storage for arg in expected if isinstance(arg, Buffer)}
     got = [replace(arg, storage=copies[id(arg.storage)]) if isinstance(arg, Buffer) else arg for arg in expected]
-    getattr(reference_packed if op.endswith("_packed") else reference, op)(*_tensors(expected))
+    modules = (reference, reference_flashmla, reference_packed)
+    define = next(getattr(module, op) for module in modules if op in vars(module))
+    define(*_tensors(expected))
     kernel(*_tensors(got))
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if isinstance(want, Buffer):
@@ -165,6 +167,24 @@ def _store_args(case: Case, rng: _Random) -> list[Arg]:
     caches = _caches(case, fmt, num_rows)
     loc = _slots(case, rng, num_rows, unique=True, page_size=fmt.page_size)
     return [k, v, *caches, loc, _scales(fmt, rng), _scales(fmt, rng), faults(), fmt]
+
+
+def _rope_args(case: Case, rng: _Random) -> list[Arg]:
+    """A store with angles of a dtype of their own; some positions have none."""
+    fmt, dtype = _fmt(case), case.variant.rope
+    assert dtype is not None
+    *args, counts, _ = _store_args(case, rng)
+    most, dims = rng.choice((1, 40)), 2 * rng.randint(1, fmt.rotated_dim // 2)
+    cos_sin = canary((most, dims), dtype, (dims if case.style == "dense" else dims + 3, 1))
+    _fill(cos_sin.tensor, rng)
+    positions = rng.ints(0, most, (case.tokens,))
+    odd = torch.tensor([-1, most, -(2**31), 2**31 - 1])[rng.ints(0, 4, (case.tokens,))]
+    positions = torch.where(rng.ints(0, 12, (case.tokens,)) == 0, odd, positions)
+    if rng.random() < 0.5:
+        positions = positions.to(torch.int32)
+    elif case.tokens:
+        positions[-1] += rng.choice((0, 2**32))
+    return [*args, cos_sin, wrap(positions), rng.random() < 0.5, counts, fmt]
 
 
 def _gather_args(case: Case, rng: _Random) -> list[Arg]:
@@ -257,6 +277,8 @@ _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
     "gather_kv": _gather_args,
     "move_kv": _move_args,
     "store_kv_flashmla": _store_args,
+    "store_kv_rope": _rope_args,
+    "store_kv_rope_flashmla": _rope_args,
     "gather_kv_flashmla": _gather_args,
     "store_kv_packed": _store_args,
     "gather_kv_packed": _gather_args,
@@ -362,23 +384,9 @@ def _fill(x: torch.Tensor, rng: _Random) -> None:
         x.view(torch.uint8).copy_(rng.ints(0, 256, x.shape))
         return
     values = rng.normal(x.shape) * torch.exp2(rng.ints(-12, 12, x.shape).float())
-    special = torch.tensor(
-        [
-            float("nan"),
-            float("inf"),
-            -float("inf"),
-            0.0,
-            -0.0,
-            448.0,
-            464.0,
-            465.0,
-            -240.0,
-            57344.0,
-            6e-8,
-            1e-40,
-            -6e-40,
-        ]
-    )
+    inf, nan = float("inf"), float("nan")
+    odd = [nan, inf, -inf, 0.0, -0.0, 448.0, 464.0, 465.0, -240.0, 57344.0, 6e-8, 1e-40, -6e-40]
+    special = torch.tensor(odd)
     pick = rng.ints(0, 40 * len(special), x.shape)
     x.copy_(torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], values))
 

@@ -92,9 +92,10 @@ def copy_to_host(
             torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype, device=device)
             for dim in (raw.head_dim, raw.v_head_dim)
         )
+        gather = group.kernel("gather_kv", raw)
         for i in range(len(group.layers)):
             k_scale, v_scale = group.scales[:2, i]
-            group.raw_gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, raw)
+            gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, raw)
         copies.append((k.cpu(), v.cpu()))
     return HostCopy(live, _tags(groups), *zip(*copies, strict=True))
 
@@ -103,10 +104,11 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
     """Store a copy's bytes at `locations`, the new slots of its tokens."""
     for group, keys, values in zip(groups, copy.keys, copy.values, strict=True):
         loc = _side(group, locations, copy.live)
+        store = group.kernel("store_kv", group.raw)
         for i in range(len(group.layers)):
             k, v = (x[i].to(group.k_caches.device) for x in (keys, values))
             k_inv, v_inv = group.scales[2:, i]
-            group.raw_store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.raw)
+            store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.raw)
 
 
 def slots_for(

@@ -12,11 +12,9 @@ from portakv.formats import (
     CANONICAL_NAN,
     FAULT_KINDS,
     FLOAT_DTYPES,
-    FP8_DIALECTS,
     PAD,
     Fp8,
     KVFormat,
-    Layout,
     ReadFormat,
     Structure,
 )
@@ -74,10 +72,10 @@ def store_kv(
     A cache is `[rows, H, D]` or, paged, `[pages, page, H, D]`, with any strides but a dense last axis.
     `k_inv` and `v_inv` are one float32 reciprocal scale per KV head, used by a quantising store only.
     """
-    slots, ok = writable_slots(loc, _num_rows(k_cache), fmt, faults, "store_kv")
+    slots, ok = writable_slots(loc, count_rows(k_cache), fmt, faults, "store_kv")
     for x, cache, inv in ((k, k_cache, k_inv), (v, v_cache, v_inv)):
-        rows, where = _as_bytes(cache), _index(cache, slots)
-        rows[where] = torch.where(ok[:, None, None], _as_bytes(convert(x, fmt, inv)), rows[where])
+        rows, where = as_bytes(cache), _index(cache, slots)
+        rows[where] = torch.where(ok[:, None, None], as_bytes(convert(x, fmt, inv)), rows[where])
 
 
 def gather_kv(
@@ -96,21 +94,21 @@ def gather_kv(
     An output of the storage dtype gets the bytes; another float dtype gets the value, times the scale of its
     KV head where the pool is quantised.
     """
-    slots, ok = readable_slots(loc, _num_rows(k_cache), faults, "gather_kv")
+    slots, ok = readable_slots(loc, count_rows(k_cache), faults, "gather_kv")
     for cache, out, scale in ((k_cache, k_out, k_scale), (v_cache, v_out, v_scale)):
-        rows = _as_bytes(cache)[_index(cache, slots)].view(fmt.dtype)
-        fresh = _as_bytes(restore(rows, out.dtype, fmt, scale))
-        _as_bytes(out).copy_(torch.where(ok[:, None, None], fresh, _as_bytes(out)))
+        rows = as_bytes(cache)[_index(cache, slots)].view(fmt.dtype)
+        fresh = as_bytes(restore(rows, out.dtype, fmt, scale))
+        as_bytes(out).copy_(torch.where(ok[:, None, None], fresh, as_bytes(out)))
 
 
 def move_kv(k_caches: Tensor, v_caches: Tensor, tgt: Tensor, src: Tensor, faults: Tensor, fmt: KVFormat) -> None:
     """Copy slot `src[i]` to slot `tgt[i]` in every layer of `[L, rows, H, D]` or `[L, pages, page, H, D]` caches, as if
     every source were read before any write."""
-    num_rows = _num_rows(k_caches[0])
+    num_rows = count_rows(k_caches[0])
     read, readable = readable_slots(src, num_rows, faults, "move_kv")
     write, ok = writable_slots(torch.where(readable, tgt.long(), -1), num_rows, fmt, faults, "move_kv")
     for caches in (k_caches, v_caches):
-        for layer in _as_bytes(caches):
+        for layer in as_bytes(caches):
             to = _index(layer, write)
             layer[to] = torch.where(ok[:, None, None], layer[_index(layer, read)], layer[to])
 
@@ -223,7 +221,7 @@ def build_read(
     out.copy_(torch.where(ok, value, fmt.pad))
 
 
-def store_kv_flashmla(
+def store_kv_rope(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -231,72 +229,45 @@ def store_kv_flashmla(
     loc: Tensor,
     k_inv: Tensor,
     v_inv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """Quantise `k [T, 1, D]` in blocks and write it, its scales and `v [T, 1, Dv]` as bfloat16 to slot `loc[t]`.
+    """`store_kv` of K rotated by its tokens' `positions [T]`; in an MLA format V, the rope part, is what is rotated.
 
-    The caches are those of `KVFormat.caches`, as `store_kv` takes them; `k_inv` and `v_inv` are not used. Layouts:
-    FlashMLA's `tests/quant.py`; the scales are those of SGLang's and vLLM's CUDA kernels.
+    `cos_sin [max_position, dims]` has the cosines, then the sines, of each position. A token that would be stored but
+    has no angle is skipped and counted.
     """
-    values, exponents = quantise_blocks(k[:, 0], fmt.block)
-    rope = _as_bytes(v[:, 0] if v.dtype == torch.bfloat16 else _by_value(v[:, 0], torch.bfloat16))
-    if fmt.layout is Layout.FLASHMLA:
-        rows = torch.cat((values, rope), -1), torch.nn.functional.pad(exponents, (0, 1)).to(torch.uint8)
-    else:
-        rows = torch.cat((values, _as_bytes(_power_of_two(exponents))), -1), rope
-    first, second = (x[:, None].view(fmt.dtype) for x in rows)
-    store_kv(first, second, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt.raw)
+    loc, angles = rope_angles(cos_sin, positions, loc, k_cache, fmt, faults)
+    k, v = (k, rotate(v, angles, interleaved)) if fmt.rotates_v else (rotate(k, angles, interleaved), v)
+    store_kv(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt)
 
 
-def gather_kv_flashmla(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """Read slot `loc[t]` into row t of `k_out [T, 1, D]`, times the scales stored with it, and `v_out [T, 1, Dv]`, as
-    their float dtype; skipped rows stay as they are."""
-    _, ok = readable_slots(loc, _num_rows(k_cache), faults, "gather_kv")
-    raw, dim = fmt.raw, fmt.head_dim
-    first, second = (
-        torch.zeros((len(loc), 1, n), dtype=fmt.dtype, device=loc.device) for n in (raw.head_dim, raw.v_head_dim)
-    )
-    gather_kv(k_cache, v_cache, loc, first, second, k_scale, v_scale, torch.zeros_like(faults), raw)
-    if fmt.layout is Layout.FLASHMLA:
-        rope, scales = first[..., dim:], _power_of_two(_as_bytes(second)[..., :-1].int())
-    else:
-        rope, scales = second, first[..., dim:].view(torch.float32)
-    values = first[..., :dim].to(torch.float32) * scales.repeat_interleave(fmt.block, -1)
-    rope = rope.view(torch.bfloat16)
-    for out, x in ((k_out, values), (v_out, rope)):
-        fresh = x if x.dtype == out.dtype and x is rope else _by_value(x, out.dtype)
-        _as_bytes(out).copy_(torch.where(ok[:, None, None], _as_bytes(fresh.contiguous()), _as_bytes(out)))
+def rope_angles(
+    cos_sin: Tensor, positions: Tensor, loc: Tensor, k_cache: Tensor, fmt: KVFormat, faults: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`loc` without the tokens that have no angle, and float32 cosines and sines `[T, dims]`."""
+    wide, num_rows = loc.long(), count_rows(k_cache)
+    known = (positions >= 0) & (positions < cos_sin.shape[0])
+    lost = ~known & (wide >= fmt.page_size) & (wide < num_rows)
+    _count(faults, "store_kv", lost)
+    return torch.where(lost, -1, wide), cos_sin[torch.where(known, positions, 0).long()].to(torch.float32)
 
 
-def quantise_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """`x [T, D]` as e4m3fn bytes, and the scales of its blocks `[T, D / block]` as int32 exponents of two plus 127.
+def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """`x [T, H, D]` with its first dims rotated by `angles [T, dims]`, in float32, rounded to the dtype of `x`.
 
-    A scale is 2**ceil(log2(max(amax, 1e-4) / 448)), with 448 = 1.75 * 2**8 the largest e4m3fn and amax the largest
-    finite magnitude of the block.
+    Dim i goes with dim i + dims / 2 (GPT-NeoX), or 2i with 2i + 1 where `interleaved` (GPT-J).
     """
-    values = x.to(torch.float32).view(x.shape[0], x.shape[1] // block, block)
-    magnitudes = torch.where(values.isfinite(), values.abs(), 0.0).amax(-1).clamp(min=1e-4).view(torch.int32)
-    # One exponent more for a mantissa above 1.75.
-    exponents = ((magnitudes + 0x1FFFFF) >> 23) - 8
-    inv = _power_of_two(254 - exponents).flatten(0, 1)
-    fp8 = FP8_DIALECTS[torch.float8_e4m3fn]
-    return _as_bytes(quantise(values.reshape(1, -1, block), fp8, inv)).view(x.shape), exponents
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """float32 with the biased exponents, int32, and no mantissa."""
-    return (exponents << 23).view(torch.float32)
+    dims = angles.shape[1]
+    cos, sin = angles[:, None, : dims // 2], angles[:, None, dims // 2 :]
+    wide = x[..., :dims].to(torch.float32)
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., : dims // 2], wide[..., dims // 2 :])
+    turned = a * cos - b * sin, b * cos + a * sin
+    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((by_value(out, x.dtype), x[..., dims:]), -1)
 
 
 def convert(x: Tensor, fmt: KVFormat, inv: Tensor) -> Tensor:
@@ -305,7 +276,7 @@ def convert(x: Tensor, fmt: KVFormat, inv: Tensor) -> Tensor:
         return x
     if fmt.fp8 is not None:
         return quantise(x, fmt.fp8, inv)
-    return _by_value(x, fmt.dtype)
+    return by_value(x, fmt.dtype)
 
 
 def restore(rows: Tensor, dtype: torch.dtype, fmt: KVFormat, scale: Tensor) -> Tensor:
@@ -313,8 +284,8 @@ def restore(rows: Tensor, dtype: torch.dtype, fmt: KVFormat, scale: Tensor) -> T
     if dtype == fmt.dtype:
         return rows
     if fmt.fp8 is not None:
-        return _by_value(rows.to(torch.float32) * scale[:, None], dtype)
-    return _by_value(rows, dtype)
+        return by_value(rows.to(torch.float32) * scale[:, None], dtype)
+    return by_value(rows, dtype)
 
 
 def quantise(x: Tensor, fp8: Fp8, inv: Tensor) -> Tensor:
@@ -324,7 +295,7 @@ def quantise(x: Tensor, fp8: Fp8, inv: Tensor) -> Tensor:
     return torch.where(scaled.isnan(), fp8.nan_byte, bits).view(fp8.dtype)
 
 
-def _by_value(x: Tensor, dtype: torch.dtype) -> Tensor:
+def by_value(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a float to `dtype`, to nearest even; torch's own NaN bits differ with the device and vector width."""
     assert dtype in FLOAT_DTYPES
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
@@ -350,7 +321,7 @@ def readable_slots(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple
 
 
 def writable_slots(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
-    """As `_readable`, without the reserved page: a skipped write puts PAD's own bytes back, and needs no sync."""
+    """As `readable_slots`, without the reserved page: a skipped write puts PAD's own bytes back, and needs no sync."""
     slots, ok = readable_slots(loc, num_rows, faults, op)
     ok &= slots >= fmt.page_size
     return torch.where(ok, slots, PAD), ok
@@ -360,7 +331,7 @@ def _count(faults: Tensor, op: str, bad: Tensor) -> None:
     faults[FAULT_KINDS.index(op)] += bad.sum()
 
 
-def _num_rows(cache: Tensor) -> int:
+def count_rows(cache: Tensor) -> int:
     return cache.shape[0] if cache.dim() == 3 else cache.shape[0] * cache.shape[1]
 
 
@@ -369,6 +340,6 @@ def _index(cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
     return (slots,) if cache.dim() == 3 else (slots // cache.shape[1], slots % cache.shape[1])
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """`x` as uint8 over its dense last axis: indexed copies of fp8 are missing on several devices."""
     return x.view(torch.uint8)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from portakv.kernels._triton import cast_loc, flashmla, gather_kv, move_kv, patch_map, store_kv, translate_loc
+from portakv.kernels._triton import (
+    cast_loc,
+    flashmla,
+    gather_kv,
+    move_kv,
+    patch_map,
+    store_kv,
+    store_kv_rope,
+    translate_loc,
+)
 
 SOURCES = {
     "translate_loc": translate_loc.source,
@@ -11,6 +20,8 @@ SOURCES = {
     "store_kv": store_kv.source,
     "gather_kv": gather_kv.source,
     "move_kv": move_kv.source,
+    "store_kv_rope": store_kv_rope.source,
+    "store_kv_rope_flashmla": flashmla.store_rope_source,
     "store_kv_flashmla": flashmla.store_source,
     "gather_kv_flashmla": flashmla.gather_source,
 }

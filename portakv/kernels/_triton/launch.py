@@ -145,13 +145,14 @@ class Launcher:
         index_dtype: torch.dtype = torch.int64,
         out_index_dtype: torch.dtype | None = None,
         alignment: int = VECTOR_BYTES,
+        rope: torch.dtype | None = None,
     ) -> Kernel | InterpretedKernel:
         """The kernel of a variant for the device of tensor `on`; compiled at its first use."""
         # Hashing a KVFormat costs as much as the rest of a launch; its id is safe while the value holds it.
-        key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, on.get_device())
+        key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, rope, on.get_device())
         hit = self._hot.get(key)
         if hit is None:
-            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment)
+            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment, rope=rope)
             hit = self._hot[key] = (self.warm(variant, on.device), fmt)
         return hit[0]
 

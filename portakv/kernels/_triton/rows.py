@@ -47,10 +47,18 @@ class Cut:
 
 
 def cut_rows(
-    fmt: KVFormat, src: torch.dtype, dst: torch.dtype, alignment: int, tiles: tuple[Tile, ...], lanes: int
+    fmt: KVFormat,
+    src: torch.dtype,
+    dst: torch.dtype,
+    alignment: int,
+    tiles: tuple[Tile, ...],
+    lanes: int,
+    by_element: bool = False,
 ) -> Cut:
-    """The tile for rows of `fmt` that lie as `src` on one side and as `dst` on the other."""
-    if src == dst:
+    """The tile for rows of `fmt` that lie as `src` on one side and as `dst` on the other.
+
+    A column is an element where dtypes differ or `by_element` asks for it."""
+    if src == dst and not by_element:
         src_unit = dst_unit = min(alignment, 4)
         k_dim, v_dim = (dim * src.itemsize // src_unit for dim in (fmt.head_dim, fmt.v_head_dim))
     else:

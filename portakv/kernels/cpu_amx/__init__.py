@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import store_kv as store_kv
     from portakv.kernels.cpu_amx._native import store_kv_flashmla as store_kv_flashmla
     from portakv.kernels.cpu_amx._native import store_kv_packed as store_kv_packed
+    from portakv.kernels.cpu_amx._native import store_kv_rope as store_kv_rope
+    from portakv.kernels.cpu_amx._native import store_kv_rope_flashmla as store_kv_rope_flashmla
     from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
 _NAMES = (
     *("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read"),
     *("store_kv_flashmla", "gather_kv_flashmla", "store_kv_packed", "gather_kv_packed", "move_kv_packed"),
-    *("isa", "isas"),
+    *("store_kv_rope", "store_kv_rope_flashmla", "isa", "isas"),
 )
 
 

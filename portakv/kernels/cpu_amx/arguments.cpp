@@ -11,7 +11,7 @@ namespace nb = nanobind;
 namespace portakv {
 namespace {
 
-PyObject *page_size_, *dtype_;
+PyObject *page_size_, *dtype_, *rotates_v_;
 
 constexpr int64_t kParallelBytes = 64 << 10;  // one thread below
 constexpr int64_t kThreadBytes = 32 << 10;    // at least this much for each thread
@@ -29,6 +29,7 @@ const Kernels* kernels = &kernels_generic;
 void init_arguments() {
     page_size_ = PyUnicode_InternFromString("page_size");
     dtype_ = PyUnicode_InternFromString("dtype");
+    rotates_v_ = PyUnicode_InternFromString("rotates_v");
 }
 
 void refuse_shape(const View& v, const std::string& expected) {
@@ -134,6 +135,34 @@ MovePairs read_pairs(nb::handle tgt, nb::handle src, int64_t first, int64_t num_
     }
     if (over) __atomic_fetch_add(fault, over, __ATOMIC_RELAXED);
     return {std::move(slots), count};
+}
+
+bool rotates_v(nb::handle fmt) {
+    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), rotates_v_));
+    if (!value.is_valid()) nb::raise_python_error();
+    return value.ptr() == Py_True;
+}
+
+std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const View& x, int half) {
+    View table = read_tensor(rope.cos_sin, "cos_sin");
+    Slots positions = read_slots(rope.positions, "positions");
+    const Half& rows = job.half[half];
+    int64_t heads = rows.heads, dim = rows.dim, item = dtype_bytes(x.dtype);
+    if (x.dtype > DType::bf16) refuse_type(x.name, "float32, float16 or bfloat16", dtype_name(x.dtype));
+    if (table.dtype != DType::f32 && table.dtype != x.dtype)
+        refuse_type("cos_sin", (std::string("float32 or ") + dtype_name(x.dtype)).c_str(), dtype_name(table.dtype));
+    if (table.rank != 2 || table.shape[1] < 2 || table.shape[1] % 2 || table.shape[1] > dim)
+        refuse_shape(table, "[positions, dims], an even number of dims, " + std::to_string(dim) + " at most");
+    if (table.stride[1] != 1)
+        refuse_value("cos_sin", "a dense last axis", ("stride " + std::to_string(table.stride[1])).c_str());
+    if (positions.size != job.loc.size)
+        refuse_value("positions", (std::to_string(job.loc.size) + " positions").c_str(), std::to_string(positions.size).c_str());
+    int64_t bytes = (table.shape[1] * 4 + heads * dim * item + 63) / 64 * 64;
+    int threads = job.threads > 1 ? job.threads : 1;
+    std::unique_ptr<char[]> scratch(new char[size_t(bytes * threads)]);
+    job.rope = {table.data, table.dtype, table.stride[0] * dtype_bytes(table.dtype), table.shape[0], positions,
+                table.shape[1], rope.pairs, half, scratch.get(), bytes};
+    return scratch;
 }
 
 int threads_for(int64_t bytes) {

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,18 @@ RowView as_rows(const View& v, int first_axis, bool may_page);
 int64_t read_page_size(nanobind::handle fmt);
 void check_dtype(nanobind::handle fmt, const View& cache);
 bool is_fp8(DType t);
+
+struct RopeArguments {
+    nanobind::handle cos_sin;
+    nanobind::handle positions;
+    bool pairs;
+};
+
+// Have `job`, which is complete but for its rope, rotate the rows `x` of half `half`. The result is its scratch memory.
+std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const View& x, int half);
+
+// Whether `fmt` has the rope part of an MLA row in V.
+bool rotates_v(nanobind::handle fmt);
 
 // One side of a store (`scatter`) or gather: `x [tokens, H, D]` against the rows of `cache`.
 Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nanobind::handle scale,

@@ -2,7 +2,7 @@
 // in whose namespace it stands.
 #pragma once
 
-#include "rows.h"
+#include "rope.h"
 
 namespace portakv {
 namespace {
@@ -45,18 +45,19 @@ inline FlashRuns flash_runs(Way way, DType dtype) {
     return dtype == DType::f16 ? flash_runs<F16>(way, dtype) : flash_runs<BF16>(way, dtype);
 }
 
-// `half[0]` is the values' rows and K's cache, `half[1]` the rope parts' and V's.
-template <Way W>
-struct Flash {
+// `half[0]` is the values' rows and K's cache, `half[1]` the rope parts' and V's; these come rotated from a `Source`
+// that is Rotated.
+template <Way W, class Source>
+struct Flash : Source {
     static constexpr int kHalves = 1;
     const RowJob& job;
     const FlashRuns runs;
-    const int64_t dim, rope, rope_bytes;
+    const int64_t dim, rope_dim, rope_bytes;
     const bool ahead;
 
-    explicit Flash(const RowJob& j)
-        : job(j), runs(flash_runs(W, (W == Way::store ? j.half[0].src : j.half[0].dst).dtype)), dim(j.half[0].dim),
-          rope(j.half[1].dim), rope_bytes(rope * item_bytes((W == Way::store ? j.half[1].src : j.half[1].dst).dtype)),
+    Flash(const RowJob& j, int thread)
+        : Source(j, thread), job(j), runs(flash_runs(W, (W == Way::store ? j.half[0].src : j.half[0].dst).dtype)), dim(j.half[0].dim),
+          rope_dim(j.half[1].dim), rope_bytes(rope_dim * item_bytes((W == Way::store ? j.half[1].src : j.half[1].dst).dtype)),
           ahead(W == Way::store && j.loc.size * dim * item_bytes(j.half[0].src.dtype) > kFetchBytes) {}
 
     void touch_slot(int64_t slot, int) const {
@@ -75,6 +76,8 @@ struct Flash {
         char* other = row_at(W == Way::store ? v.dst : v.src, slot);
         char* values = row_at(W == Way::store ? k.src : k.dst, token);
         char* floats = row_at(W == Way::store ? v.src : v.dst, token);
+        const char* rope_from = floats;
+        if constexpr (std::is_same<Source, Rotated>::value) rope_from = Source::row(token);
         char* scales = v4 ? other : packed + dim;
         char* packed_rope = v4 ? packed + dim : other;
         const int64_t item = item_bytes((W == Way::store ? k.src : k.dst).dtype);
@@ -92,7 +95,7 @@ struct Flash {
         }
         if (W == Way::store) {
             if (v4) scales[dim / job.block] = 0;
-            run(runs.rope, floats, packed_rope, rope_run(), 1.0f);
+            run(runs.rope, rope_from, packed_rope, rope_run(), 1.0f);
         } else {
             runs.rope.plain(packed_rope, floats, rope_run(), 1.0f);
         }
@@ -100,7 +103,7 @@ struct Flash {
 
 private:
     // A copy counts bytes, a conversion elements.
-    int64_t rope_run() const { return runs.rope.plain == kCopy.plain ? rope_bytes : rope; }
+    int64_t rope_run() const { return runs.rope.plain == kCopy.plain ? rope_bytes : rope_dim; }
 
     static void run(const Run& r, const char* from, char* to, int64_t n, float scale) {
         (reinterpret_cast<uintptr_t>(to) % kVec == 0 ? r.past_cache : r.plain)(from, to, n, scale);

@@ -56,16 +56,21 @@ inline void do_row(const Plan& p, const char* src, char* dst, bool past_cache) {
     }
 }
 
-// K and V of tokens, each for itself.
-template <Way W>
-struct Halves {
+// K and V of tokens, each for itself; with `Source` Rotated, one of them from rotated rows.
+template <Way W, class Source>
+struct Halves : Source {
     static constexpr int kHalves = 2;
+    static constexpr bool kRotated = std::is_same<Source, Rotated>::value;
     const RowJob& job;
     const Plan plans[2];
 
-    explicit Halves(const RowJob& j)
-        : job(j), plans{plan<W>(j.half[0], j.loc.size), plan<W>(j.half[1], j.loc.size)} {}
+    Halves(const RowJob& j, int thread)
+        : Source(j, thread), job(j), plans{plan<W>(half_of(0), j.loc.size), plan<W>(half_of(1), j.loc.size)} {}
 
+    const Half& half_of(int h) const {
+        if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
+        return job.half[h];
+    }
     void touch_slot(int64_t slot, int h) const {
         touch(row_at(W == Way::store ? job.half[h].dst : job.half[h].src, slot), plans[h].row_bytes);
     }
@@ -74,7 +79,10 @@ struct Halves {
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;
-        do_row(plans[h], row_at(job.half[h].src, from), row_at(job.half[h].dst, to), W == Way::store);
+        const char* src = nullptr;
+        if constexpr (kRotated) src = h == job.rope.half ? Source::row(token) : nullptr;
+        if (!src) src = row_at(job.half[h].src, from);
+        do_row(plans[h], src, row_at(job.half[h].dst, to), W == Way::store);
     }
 };
 
@@ -117,15 +125,17 @@ void move(const MoveJob& job) {
 
 const Kernels PORTAKV_TABLE(PORTAKV_ISA) = {
     PORTAKV_NAME(PORTAKV_ISA),
-    do_job<Way::store, Halves<Way::store>>,
-    do_job<Way::gather, Halves<Way::gather>>,
+    do_job<Way::store, Halves<Way::store, Plain>>,
+    do_job<Way::gather, Halves<Way::gather, Plain>>,
     move,
     read,
-    do_job<Way::store, Flash<Way::store>>,
-    do_job<Way::gather, Flash<Way::gather>>,
+    do_job<Way::store, Flash<Way::store, Plain>>,
+    do_job<Way::gather, Flash<Way::gather, Plain>>,
     do_packed<Way::store>,
     do_packed<Way::gather>,
     move_packed,
+    do_job<Way::store, Halves<Way::store, Rotated>>,
+    do_job<Way::store, Flash<Way::store, Rotated>>,
 };
 
 }  // namespace portakv

@@ -38,7 +38,22 @@ struct Half {
     int64_t scale_stride;
 };
 
-// Slots outside [first, end) are skipped; those >= end are added to `*fault`.
+// Rotary embedding of one half of a store. Rows of `table` have `dim / 2` cosines, then as many sines, for positions
+// below `max_position`; the first `dim` elements of each head are rotated.
+struct Rope {
+    const char* table;
+    DType dtype;
+    int64_t row_stride;  // bytes
+    int64_t max_position;
+    Slots positions;
+    int64_t dim;
+    bool pairs;  // of neighbours, instead of an element of either half
+    int half;
+    char* scratch;  // a piece of `scratch_bytes` for each thread
+    int64_t scratch_bytes;
+};
+
+// Slots outside [first, end) are skipped; those >= end, and tokens without an angle, are added to `*fault`.
 struct RowJob {
     Slots loc;
     int64_t first;
@@ -47,6 +62,7 @@ struct RowJob {
     int64_t* fault;
     int threads;
     int64_t block;  // FlashMLA: values that share a scale
+    Rope rope;
 };
 
 // One K or V buffer of every layer, and the rows to copy within each.
@@ -128,6 +144,8 @@ struct Kernels {
     void (*store_packed)(const PackedJob&);
     void (*gather_packed)(const PackedJob&);
     void (*move_packed)(const MoveJob&, const Packing&);
+    void (*store_rope)(const RowJob&);
+    void (*store_rope_flashmla)(const RowJob&);
 };
 
 // On other machines than x86-64 only the last is there.

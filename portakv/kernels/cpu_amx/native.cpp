@@ -23,7 +23,8 @@ namespace {
 int64_t half_bytes(const Half& h) { return h.heads * h.dim * (dtype_bytes(h.src.dtype) + dtype_bytes(h.dst.dtype)) / 2; }
 
 void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc,
-             nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt, const char* const names[4]) {
+             nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt, const char* const names[4],
+             const RopeArguments* rope = nullptr) {
     RowJob job{};
     job.loc = read_slots(loc, "loc");
     View kc_view = read_tensor(k_cache, "k_cache"), vc_view = read_tensor(v_cache, "v_cache");
@@ -39,16 +40,29 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
     job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3]);
     if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
     job.fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
-    if (job.loc.size == 0) return;
     int64_t bytes = job.loc.size * (half_bytes(job.half[0]) + half_bytes(job.half[1]));
     job.threads = threads_for(bytes);
-    launch(scatter ? kernels->store : kernels->gather, job, bytes);
+    std::unique_ptr<char[]> scratch;
+    if (rope) {
+        int half = rotates_v(fmt);
+        scratch = bind_rope(job, *rope, half ? v_view : k_view, half);
+    }
+    if (job.loc.size == 0) return;
+    launch(rope ? kernels->store_rope : scatter ? kernels->store : kernels->gather, job, bytes);
 }
 
 void store_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_inv,
               nb::handle v_inv, nb::handle faults, nb::handle fmt) {
     static const char* const names[] = {"k", "v", "k_inv", "v_inv"};
     rows_op(true, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, names);
+}
+
+void store_kv_rope(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_inv,
+                   nb::handle v_inv, nb::handle cos_sin, nb::handle positions, bool interleaved, nb::handle faults,
+                   nb::handle fmt) {
+    static const char* const names[] = {"k", "v", "k_inv", "v_inv"};
+    RopeArguments rope{cos_sin, positions, interleaved};
+    rows_op(true, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, names, &rope);
 }
 
 void gather_kv(nb::handle k_cache, nb::handle v_cache, nb::handle loc, nb::handle k_out, nb::handle v_out,
@@ -228,6 +242,8 @@ NB_MODULE(_native, m) {
     m.def("patch_map", &patch_map, arg("mapping"), arg("slots"), arg("values"));
     m.def("store_kv", &store_kv, arg("k"), arg("v"), arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_inv"),
           arg("v_inv"), arg("faults"), arg("fmt"));
+    m.def("store_kv_rope", &store_kv_rope, arg("k"), arg("v"), arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_inv"),
+          arg("v_inv"), arg("cos_sin"), arg("positions"), nb::arg("interleaved"), arg("faults"), arg("fmt"));
     m.def("gather_kv", &gather_kv, arg("k_cache"), arg("v_cache"), arg("loc"), arg("k_out"), arg("v_out"),
           arg("k_scale"), arg("v_scale"), arg("faults"), arg("fmt"));
     m.def("move_kv", &move_kv, arg("k_caches"), arg("v_caches"), arg("tgt"), arg("src"), arg("faults"), arg("fmt"));

@@ -3,6 +3,8 @@
 
 #include "runs.h"
 
+#include <type_traits>
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -59,14 +61,15 @@ inline void fetch(const char* row, int64_t bytes) {
     for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
 }
 
-// `Work` says how a half of a row is done, `row(token, slot, half)`, and what to ask for ahead of it.
+// `Work` says how a half of a row is done, `row(token, slot, half)`, what to ask for ahead of it, and which tokens it
+// `takes`.
 template <Way W, class Work>
-void do_share(const RowJob& job, const Share& s) {
+void do_share(const RowJob& job, const Share& s, int thread) {
     constexpr int kBatch = 256;
     struct {
         int64_t token, slot;
     } picks[kBatch];
-    const Work work(job);
+    const Work work(job, thread);
     int64_t over = 0;
     for (int64_t t = s.begin; t < s.end;) {
         int n = 0;
@@ -74,9 +77,10 @@ void do_share(const RowJob& job, const Share& s) {
             int64_t slot = slot_at(job.loc, t);
             uint32_t hash = uint32_t(slot) * 0x9E3779B1u;
             bool mine = W == Way::gather || uint32_t((uint64_t(hash) * s.parts) >> 32) == s.part;
-            over += mine & (s.first == 0) & (slot >= job.end);
+            bool inside = (slot >= job.first) & (slot < job.end), takes = work.takes(t);
+            over += mine & (s.first == 0) & ((slot >= job.end) | (inside & !takes));
             picks[n] = {t, slot};
-            n += mine & (slot >= job.first) & (slot < job.end);
+            n += mine & inside & takes;
         }
         for (int i = 0; i < n; ++i) {
             for (int h = s.first; h < s.last; ++h) {
@@ -92,10 +96,13 @@ void do_share(const RowJob& job, const Share& s) {
 
 template <Way W, class Work>
 void do_job(const RowJob& job) {
-    if (job.threads <= 1) return do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, 0, 1));
+    if (job.threads <= 1) return do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, 0, 1), 0);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(job.threads)
-    do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, omp_get_thread_num(), omp_get_num_threads()));
+    {
+        int i = omp_get_thread_num();
+        do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, i, omp_get_num_threads()), i);
+    }
 #endif
 }
 

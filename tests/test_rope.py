@@ -1,0 +1,185 @@
+"""Rope stores through the pool: rotated in float32, rounded to the source's dtype, then stored as any other rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from portakv import HybridKVPool, LayerSpec, Rope, dispatch
+from portakv import device as devices
+from portakv.formats import FLOAT_DTYPES
+
+HEADS = [LayerSpec(None, 3, 16, 8), LayerSpec(6, 3, 16, 8)]
+MLA = [LayerSpec(None, 1, 24, 16, mla=True), LayerSpec(6, 1, 24, 16, mla=True)]
+V4 = [LayerSpec(None, 1, 448, 64, mla=True)]
+KINDS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
+    "rows": (HEADS, {}),
+    "fp8 rows": (HEADS, {"dtype": torch.float8_e5m2}),
+    "float32 rows": (HEADS, {"dtype": torch.float32}),
+    "mla": (MLA, {}),
+    "fp8 mla": (MLA, {"dtype": torch.float8_e4m3fn}),
+    "flashmla": (V4, {"dtype": torch.float8_e4m3fn, "layout": "flashmla"}),
+}
+TOKENS, POSITIONS = 9, 50
+
+
+def rows_here() -> list[str]:
+    found = devices.facts(torch.device("cpu"))
+    chosen = dispatch.select("store_kv_rope", found)
+    return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
+
+
+@pytest.fixture(params=rows_here())
+def make(request: pytest.FixtureRequest, device: torch.device) -> Any:
+    kernels = dict.fromkeys(dispatch.TABLE, request.param) if device.type == "cpu" else None
+
+    def pool(kind: str, **options: Any) -> HybridKVPool:
+        layers, own = KINDS[kind]
+        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True, "kernels": kernels} | own | options
+        return HybridKVPool(layers, device=device, **options)
+
+    return pool
+
+
+def angles(dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As vLLM and SGLang make their cache: frequencies of base 10000, cosines and then sines of each position."""
+    turns = torch.arange(POSITIONS)[:, None] * 10000.0 ** (-torch.arange(0, dims, 2) / dims)
+    return torch.cat((turns.cos(), turns.sin()), -1).to(dtype)
+
+
+def rotated(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """By complex numbers of one token, head and pair at a time: another way to the same float32 results."""
+    out, half = x.float().clone(), table.shape[1] // 2
+    for t, position in enumerate(positions.tolist()):
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            cos, sin = table[position, i].float(), table[position, i + half].float()
+            out[t, :, a] = x[t, :, a].float() * cos - x[t, :, b].float() * sin
+            out[t, :, b] = x[t, :, b].float() * cos + x[t, :, a].float() * sin
+    return out.to(x.dtype)
+
+
+def batch(pool: HybridKVPool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    pool.allocator.alloc(4)
+    spec, generator = pool.layers[0], torch.Generator().manual_seed(0)
+    k, v = (
+        torch.randn(TOKENS, spec.num_kv_heads, d, generator=generator).to(dtype) for d in (spec.head_dim, spec.v_dim)
+    )
+    return pool.plan_write(pool.allocator.alloc(TOKENS)), k, v
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_are_those_of_rotating_rounding_and_storing(
+    make: Any, kind: str, index: torch.dtype, interleaved: bool
+) -> None:
+    for dtype, table_dtype, part in (
+        *((dtype, torch.float32, 1) for dtype in FLOAT_DTYPES),
+        (torch.bfloat16, torch.bfloat16, 2),
+    ):
+        pool, plain = make(kind), make(kind)
+        write_loc, k, v = batch(pool, dtype)
+        batch(plain)
+        is_mla = pool.layers[0].mla
+        table = angles((v if is_mla else k).shape[-1] // part, table_dtype)
+        positions = (torch.arange(TOKENS) * 7 % POSITIONS).to(index)
+        rope = Rope(table.to(pool.device), positions.to(pool.device), interleaved)
+        turned = (
+            (k, rotated(v, table, positions, interleaved))
+            if is_mla
+            else (
+                rotated(k, table, positions, interleaved),
+                v,
+            )
+        )
+        for layer in range(len(pool.layers)):
+            pool.set_kv_buffer(layer, write_loc, k.to(pool.device), v.to(pool.device), rope)
+            plain.set_kv_buffer(layer, write_loc, *(x.to(pool.device) for x in turned))
+            for mine, his in zip(pool.get_kv_buffer(layer), plain.get_kv_buffer(layer), strict=True):
+                assert torch.equal(mine.contiguous().view(torch.uint8), his.contiguous().view(torch.uint8))
+                assert mine.any()
+
+
+def test_a_rotation_is_one() -> None:
+    """Against float64: what is stored turns by the position's angle and keeps its length."""
+    pool = HybridKVPool([LayerSpec(None, 1, 8)], size=64, dtype=torch.float32, device="cpu")
+    write_loc = pool.plan_write(pool.allocator.alloc(2))
+    k = torch.tensor([[[3.0, 0, 0, 0, 4.0, 0, 0, 0]]] * 2)
+    pool.set_kv_buffer(0, write_loc, k, k, Rope(angles(8), torch.tensor([0, 1])))
+    stored = pool.get_kv_buffer(0)[0][write_loc.loc].double()
+    torch.testing.assert_close(stored[0], k[0].double())
+    want = [3 * math.cos(1) - 4 * math.sin(1), 4 * math.cos(1) + 3 * math.sin(1)]
+    torch.testing.assert_close(stored[1, 0, ::4], torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["rows", "mla", "flashmla"])
+def test_a_token_without_an_angle_is_skipped_and_counted(make: Any, kind: str) -> None:
+    pool, checked = make(kind, check=False), make(kind, check=True)
+    for each in (pool, checked):
+        write_loc, k, v = (x.to(each.device) if isinstance(x, torch.Tensor) else x for x in batch(each))
+        table = angles(8).to(each.device)
+        positions = torch.arange(TOKENS, device=each.device)
+        positions[2], positions[5] = POSITIONS, -1
+        if each is checked:
+            with pytest.raises(ValueError, match=rf"rope.positions\[2\]: expected 0 to 49, got {POSITIONS}"):
+                each.set_kv_buffer(0, write_loc, k, v, Rope(table, positions))
+            assert not any(x.any() for x in each.get_kv_buffer(0))
+            continue
+        each.set_kv_buffer(0, write_loc, k, v, Rope(table, positions))
+        out, _ = each.gather_kv(0, write_loc)
+        stored = out.flatten(1).view(torch.uint8).any(1)
+        assert stored.tolist() == [t not in (2, 5) for t in range(TOKENS)]
+        assert each.faults()["store_kv"] == 2
+        padded = write_loc.loc.clone()
+        padded[2], padded[5] = 0, -1  # padding has no position that counts
+        each.set_kv_buffer(0, type(write_loc)(padded, write_loc.swa_loc), k, v, Rope(table, positions))
+        assert each.faults()["store_kv"] == 2
+
+
+TABLE, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, TEN), TypeError, "cos_sin_cache: expected a tensor, got NoneType"),
+        ((TABLE, [0, 1]), TypeError, "positions: expected a tensor, got list"),
+        ((TABLE[0], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((TABLE[:, :7], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((TABLE.double(), TEN), TypeError, "cos_sin_cache: expected float32, float16 or bfloat16, got torch.float64"),
+        ((torch.zeros(8, 10).T, TEN), ValueError, "cos_sin_cache: expected a dense last axis"),
+        ((TABLE, torch.arange(2 * TOKENS)[::2]), ValueError, "positions: expected a dense vector"),
+        ((TABLE, TEN.short()), TypeError, "positions: expected int32 or int64, got torch.int16"),
+        ((TABLE, TEN, 1), TypeError, "interleaved: expected a bool, got 1"),
+    ],
+)
+def test_what_is_no_rope(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Rope(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("rope", "error", "message"),
+    [
+        ("rope", TypeError, "rope: expected a Rope or None, got str"),
+        (Rope(torch.zeros(10, 18), TEN), ValueError, "rope.cos_sin_cache: expected at most 16 dims, got 18"),
+        (Rope(TABLE.half(), TEN), TypeError, "rope.cos_sin_cache: expected torch.float32 or torch.bfloat16 as k"),
+        (Rope(TABLE, TEN[1:]), ValueError, "rope.positions: expected 9, one per token, got 8"),
+        (Rope(TABLE.to("meta"), TEN), ValueError, "rope.cos_sin_cache: expected a tensor on cpu, got meta"),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_a_rope_that_does_not_fit_is_refused(rope: Any, error: type[Exception], message: str, check: bool) -> None:
+    pool = HybridKVPool(HEADS, size=48, device="cpu", check=check)
+    write_loc, k, v = batch(pool)
+    with pytest.raises(error, match=message):
+        pool.set_kv_buffer(0, write_loc, k, v, rope)
+    fp8 = HybridKVPool(HEADS, size=48, device="cpu", dtype=torch.float8_e5m2)
+    with pytest.raises(TypeError, match="k: expected float32, float16 or bfloat16 to rotate, got"):
+        fp8.set_kv_buffer(0, write_loc, k.to(fp8.dtype), v.to(fp8.dtype), Rope(TABLE, TEN))
+    for each in (pool, fp8):
+        assert not any(x.view(torch.uint8).any() for x in each.get_kv_buffer(0))
