@@ -72,9 +72,13 @@ inline void interleave(Lanes<2> a, Lanes<2> b, Lanes<2>& low, Lanes<2>& high) {
 template <>
 struct Lanes<4> {
     __m512i x;
+    // By masked broadcasts from memory, which leave the shuffle port to the interleaving.
     static Lanes load(const char* p, int64_t apart) {
-        __m512i low = _mm512_castsi256_si512(Lanes<2>::load(p, apart).x);
-        return {_mm512_inserti64x4(low, Lanes<2>::load(p + 2 * apart, apart).x, 1)};
+        auto at = [&](int64_t i) { return Lanes<1>::load(p + i * apart, 0).x; };
+        __m512i x = _mm512_broadcast_i32x4(at(0));
+        x = _mm512_mask_broadcast_i32x4(x, 0x00F0, at(1));
+        x = _mm512_mask_broadcast_i32x4(x, 0x0F00, at(2));
+        return {_mm512_mask_broadcast_i32x4(x, 0xF000, at(3))};
     }
     void put(char* p) const { _mm512_storeu_si512(p, x); }
     void put_past_cache(char* p) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x); }
@@ -112,11 +116,20 @@ void transpose(const char* src, int64_t stride, char* dst, int64_t step, int64_t
     }
 }
 
-// Two tokens side by side: units of `a` and `b` in turn.
+// Two tokens side by side, 16 units of each: a line.
 template <int Unit>
-void zip(const char* a, const char* b, char* dst, int64_t units) {
-    bool past_cache = reinterpret_cast<uintptr_t>(dst) % 16 == 0;
-    for (int64_t o = 0; o < units * Unit; o += 16) {
+void zip(const char* a, const char* b, char* dst) {
+    bool past_cache = reinterpret_cast<uintptr_t>(dst) % kLine == 0;
+#if defined(__AVX512BW__)
+    if (Unit == 2) {
+        auto words = [](const char* p) {
+            return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        };
+        Lanes<4> line{_mm512_or_si512(words(a), _mm512_slli_epi32(words(b), 16))};
+        return past_cache ? line.put_past_cache(dst) : line.put(dst);
+    }
+#endif
+    for (int o = 0; o < 16 * Unit; o += 16) {
         Lanes<1> low, high;
         interleave<Unit>(Lanes<1>::load(a + o, 0), Lanes<1>::load(b + o, 0), low, high);
         past_cache ? low.put_past_cache(dst + 2 * o) : low.put(dst + 2 * o);
@@ -126,11 +139,25 @@ void zip(const char* a, const char* b, char* dst, int64_t units) {
 
 // ---- one token ----------------------------------------------------------------------------------------------------
 
-// Where a token's unit 0 of one head lies.
-inline char* packed_at(const Rows& rows, const Packing& p, int64_t slot, int64_t head) {
-    int64_t t = slot % rows.page;
-    return rows.data + slot / rows.page * rows.page_stride + head * rows.head_stride +
-           t / p.width * (p.block * p.width * p.unit) + t % p.width * p.unit;
+// Where unit 0 of token `t` of a page lies. By the widths there are, as divisions would cost more than moving a line.
+inline int64_t token_offset(const Packing& p, int64_t t) {
+    int64_t row = p.block * p.unit;
+    switch (p.width) {
+        case 1: return t * row;
+        case 2: return t / 2 * (2 * row) + t % 2 * p.unit;
+        case 16: return t / 16 * (16 * row) + t % 16 * p.unit;
+        default: return t * p.unit;  // as wide as the page
+    }
+}
+
+// The page of one head that a slot is in, and which of its tokens it is.
+struct Place {
+    char* page;
+    int64_t t;
+};
+
+inline Place place(const Rows& rows, int64_t slot, int64_t head) {
+    return {rows.data + slot / rows.page * rows.page_stride + head * rows.head_stride, slot % rows.page};
 }
 
 // From one block of units to the next.
@@ -169,17 +196,18 @@ template <int Unit>
 void put_units(const Packed& p, const char* src, int64_t stride, int64_t slot, int64_t head, int64_t count,
                int64_t first, int64_t units) {
     const int64_t step = p.packing.width * Unit, block = p.packing.block;
+    const Place at = place(p.cache, slot, head);
     for (int64_t end = first + units, n; first < end; first += n, src += n * Unit) {
         n = block - first % block < end - first ? block - first % block : end - first;
         int64_t offset = first / block * block_stride(p.cache, p.packing) + first % block * step;
         for (int64_t i = 0; i < count;) {
             constexpr int kPer = 16 / Unit;
             const char* from = src + i * stride;
-            char* to = packed_at(p.cache, p.packing, slot + i, head) + offset;
-            auto whole = [&](int64_t tokens) { return (slot + i) % tokens == 0 && count - i >= tokens; };
+            char* to = at.page + offset + token_offset(p.packing, at.t + i);
+            auto whole = [&](int64_t tokens) { return (at.t + i) % tokens == 0 && count - i >= tokens; };
             if (p.packing.width == 2) {
-                if (whole(2)) {
-                    zip<Unit>(from, from + stride, to, n);
+                if (whole(2) && n == 16) {
+                    zip<Unit>(from, from + stride, to);
                     i += 2;
                     continue;
                 }
@@ -206,11 +234,12 @@ template <int Unit>
 void get_units(const Packed& p, char* dst, int64_t stride, int64_t slot, int64_t head, int64_t count, int64_t first,
                int64_t units) {
     const int64_t step = p.packing.width * Unit, block = p.packing.block;
+    const Place at = place(p.cache, slot, head);
     for (int64_t end = first + units, n; first < end; first += n, dst += n * Unit) {
         n = block - first % block < end - first ? block - first % block : end - first;
         int64_t offset = first / block * block_stride(p.cache, p.packing) + first % block * step;
         for (int64_t i = 0; i < count; ++i)
-            collect<Unit>(packed_at(p.cache, p.packing, slot + i, head) + offset, step, dst + i * stride, n);
+            collect<Unit>(at.page + offset + token_offset(p.packing, at.t + i), step, dst + i * stride, n);
     }
 }
 
@@ -231,8 +260,9 @@ void do_piece(const Packed& p, const Piece& piece, int64_t head) {
     if (p.packing.width == 1) {
         Run run = p.run.plain ? p.run : kCopy;
         int64_t n = p.run.plain ? p.dim : p.dim * p.item;
+        const Place at = place(p.cache, piece.slot, head);
         for (int64_t i = 0; i < piece.count; ++i) {
-            char *out = row + i * rows.row_stride, *own = packed_at(p.cache, p.packing, piece.slot + i, head);
+            char *out = row + i * rows.row_stride, *own = at.page + token_offset(p.packing, at.t + i);
             bool past_cache = W == Way::store && reinterpret_cast<uintptr_t>(own) % kVec == 0;
             if (W == Way::store)
                 (past_cache ? run.past_cache : run.plain)(out, own, n, scale);
@@ -260,7 +290,8 @@ void do_piece(const Packed& p, const Piece& piece, int64_t head) {
 
 // Ask for the lines that a piece writes in part.
 inline void touch_piece(const Packed& p, const Piece& piece, int64_t head) {
-    char* at = packed_at(p.cache, p.packing, piece.slot, head);
+    const Place first = place(p.cache, piece.slot, head);
+    char* at = first.page + token_offset(p.packing, first.t);
     int64_t units = p.dim * p.item / p.packing.unit, step = p.packing.width * p.packing.unit;
     int64_t per_line = step < kLine ? kLine / step : 1;
     for (int64_t b = 0; b < units; b += p.packing.block, at += block_stride(p.cache, p.packing))
