@@ -72,12 +72,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.set_isa(best)
 
 
-@pytest.fixture(params=(True, False), ids=("exchange", "attributes"))
+@pytest.fixture(params=(0, 1, 2), ids=("exchange", "shim", "attributes"))
 def reader(request: pytest.FixtureRequest) -> Iterator[None]:
-    if _native.use_exchange_api(request.param) != request.param:
-        pytest.skip("this torch has no DLPack exchange API")
+    if not _native.use_reader(request.param):
+        pytest.skip("this torch has no such interface")
     yield
-    _native.use_exchange_api(True)
+    next(reader for reader in range(3) if _native.use_reader(reader))
 
 
 @pytest.mark.parametrize("source", FLOATS, ids=str)

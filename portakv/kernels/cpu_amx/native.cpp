@@ -253,5 +253,6 @@ NB_MODULE(_native, m) {
     m.def("isa", [] { return kernels->isa; }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");
-    m.def("use_exchange_api", &use_exchange_api, "enable"_a, "For tests: read by DLPack or by attributes; which is in use.");
+    m.def("use_reader", [](int reader) { return use_reader(Reader(reader)); }, "reader"_a,
+          "For tests: read tensors by DLPack (0), torch's C interface (1) or attributes (2); whether this torch can.");
 }

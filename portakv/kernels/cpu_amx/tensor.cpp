@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <dlfcn.h>
+
 #include <string>
 
 namespace nb = nanobind;
@@ -36,6 +38,21 @@ struct DLPackExchangeAPI {
     void* current_work_stream;
 };
 
+// ---- torch's stable C interface, torch/csrc/inductor/aoti_torch/c/shim.h: the part used here ------------------------
+
+// Its handles point to an at::Tensor, which is one pointer to the implementation that `_cdata` gives the address of.
+// Nonzero is an error.
+struct Shim {
+    int32_t (*get_device_type)(void* handle, int32_t* out);
+    int32_t (*get_dtype)(void* handle, int32_t* out);
+    int32_t (*get_dim)(void* handle, int64_t* out);
+    int32_t (*get_sizes)(void* handle, int64_t** out);
+    int32_t (*get_strides)(void* handle, int64_t** out);
+    int32_t (*get_data_ptr)(void* handle, void** out);
+    int32_t device_type_cpu;
+    int32_t dtypes[int(DType::other)];
+};
+
 // -------------------------------------------------------------------------------------------------------------------
 
 constexpr struct {
@@ -56,8 +73,10 @@ struct {
     PyObject* plain_dispatch;  // what `__torch_dispatch__` is on a class that does not override it
     PyObject* dtypes[kNumDTypes];
     const DLPackExchangeAPI* api;
-    const DLPackExchangeAPI* found_api;
-    PyObject *is_cpu, *layout, *strided, *dtype, *shape, *stride, *data_ptr;
+    Shim shim;
+    bool has_shim;
+    Reader reader;
+    PyObject *is_cpu, *layout, *strided, *dtype, *shape, *stride, *data_ptr, *cdata;
 } torch_;
 
 std::string text(nb::handle object) { return nb::str(object).c_str(); }
@@ -116,6 +135,52 @@ View read_attributes(nb::handle object, const char* name) {
     return view;
 }
 
+// Anything but a dense CPU tensor is left to `read_attributes`, which refuses it by name.
+View read_shim(nb::handle object, const char* name) {
+    void* implementation = PyLong_AsVoidPtr(get(object, torch_.cdata).ptr());
+    void *handle = &implementation, *data;
+    int32_t device, dtype;
+    int64_t rank, *shape, *stride;
+    const Shim& s = torch_.shim;
+    if (s.get_device_type(handle, &device) || device != s.device_type_cpu || s.get_strides(handle, &stride) ||
+        s.get_sizes(handle, &shape) || s.get_dim(handle, &rank) || s.get_dtype(handle, &dtype) ||
+        s.get_data_ptr(handle, &data))
+        return read_attributes(object, name);
+    check_rank(rank, name);
+    View view{name, static_cast<char*>(data), DType::other, int(rank), {}, {}};
+    for (int i = 0; i < kNumDTypes; ++i)
+        if (s.dtypes[i] == dtype) view.dtype = DType(i);
+    for (int64_t i = 0; i < rank; ++i) {
+        view.shape[i] = shape[i];
+        view.stride[i] = stride[i];
+    }
+    return view;
+}
+
+bool find_shim(Shim& shim) {
+    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    bool found = library != nullptr;
+    auto look = [&](auto& function, const std::string& name) {
+        void* symbol = found ? dlsym(library, ("aoti_torch_" + name).c_str()) : nullptr;
+        found = symbol != nullptr;
+        __builtin_memcpy(&function, &symbol, sizeof symbol);
+    };
+    look(shim.get_device_type, "get_device_type");
+    look(shim.get_dtype, "get_dtype");
+    look(shim.get_dim, "get_dim");
+    look(shim.get_sizes, "get_sizes");
+    look(shim.get_strides, "get_strides");
+    look(shim.get_data_ptr, "get_data_ptr");
+    int32_t (*constant)();
+    look(constant, "device_type_cpu");
+    if (found) shim.device_type_cpu = constant();
+    for (int i = 0; i < kNumDTypes; ++i) {
+        look(constant, std::string("dtype_") + kDTypes[i].name);
+        if (found) shim.dtypes[i] = constant();
+    }
+    return found;
+}
+
 }  // namespace
 
 void init_tensors() {
@@ -130,8 +195,11 @@ void init_tensors() {
     torch_.strided = keep(torch.attr("strided"));
     for (int i = 0; i < kNumDTypes; ++i) torch_.dtypes[i] = keep(torch.attr(kDTypes[i].name));
     for (auto& [slot, name] : {std::pair{&torch_.is_cpu, "is_cpu"}, {&torch_.layout, "layout"}, {&torch_.dtype, "dtype"},
-                               {&torch_.shape, "shape"}, {&torch_.stride, "stride"}, {&torch_.data_ptr, "data_ptr"}})
+                               {&torch_.shape, "shape"}, {&torch_.stride, "stride"}, {&torch_.data_ptr, "data_ptr"}, {&torch_.cdata, "_cdata"}})
         *slot = PyUnicode_InternFromString(name);
+
+    torch_.has_shim = find_shim(torch_.shim);
+    torch_.reader = torch_.has_shim ? Reader::shim : Reader::attributes;
 
     // torch 2.10 and newer, on the type: no attribute means an older one.
     nb::object capsule = nb::getattr(torch.attr("Tensor"), "__dlpack_c_exchange_api__", nb::none());
@@ -139,12 +207,18 @@ void init_tensors() {
     auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!api) nb::raise_python_error();
     while (api && api->major != 1) api = api->prev_api;
-    if (api && api->dltensor_from_py_object_no_sync) torch_.api = torch_.found_api = api;
+    if (!api || !api->dltensor_from_py_object_no_sync) return;
+    torch_.api = api;
+    torch_.reader = Reader::exchange;
 }
 
 View read_tensor(nb::handle object, const char* name) {
     check_plain(object, name);
-    return torch_.api ? read_exchange(object, name) : read_attributes(object, name);
+    switch (torch_.reader) {
+        case Reader::exchange: return read_exchange(object, name);
+        case Reader::shim: return read_shim(object, name);
+        default: return read_attributes(object, name);
+    }
 }
 
 DType read_dtype(nb::handle dtype) {
@@ -157,9 +231,11 @@ const char* dtype_name(DType dtype) { return dtype == DType::other ? "another dt
 
 int64_t dtype_bytes(DType dtype) { return kDTypes[int(dtype)].bytes; }
 
-bool use_exchange_api(bool enable) {
-    torch_.api = enable ? torch_.found_api : nullptr;
-    return torch_.api != nullptr;
+bool use_reader(Reader reader) {
+    if (reader == Reader::exchange && !torch_.api) return false;
+    if (reader == Reader::shim && !torch_.has_shim) return false;
+    torch_.reader = reader;
+    return true;
 }
 
 static std::string refusal(const char* name, const char* expected, const char* got) {
