@@ -157,6 +157,7 @@ def variant_name(variant: Variant) -> str:
     page = f"/p{variant.fmt.page_size}" if variant.fmt else ""
     words = [f"{variant.fmt.tag.removesuffix(page)}{page}"] if variant.fmt else []
     words += [str(dtype).removeprefix("torch.") for dtype in (variant.dtype, variant.index_dtype) if dtype]
+    words += [variant.structure.value] if variant.structure else []
     words += [f"to {str(variant.out_index_dtype).removeprefix('torch.')}"] if variant.out_index_dtype else []
     words += [f"{variant.alignment}-byte rows"] if variant.fmt else []
     words += [f"angles in {str(variant.rope).removeprefix('torch.')}"] if variant.rope else []

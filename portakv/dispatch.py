@@ -71,6 +71,7 @@ TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "translate_loc": EVERYWHERE,
     "cast_loc": EVERYWHERE,
     "patch_map": EVERYWHERE,
+    "build_read": EVERYWHERE,
     "store_kv": EVERYWHERE | {XPU: (TRITON_XPU, IPEX, REFERENCE)},
     "gather_kv": EVERYWHERE,
     "move_kv": EVERYWHERE,

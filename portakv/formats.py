@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -293,6 +294,9 @@ def list_variants(formats: Iterable[KVFormat]) -> tuple[Variant, ...]:
             out[Variant("translate_loc", index_dtype=index, out_index_dtype=out_index)] = None
         out[Variant("cast_loc", index_dtype=index, out_index_dtype=torch.int32)] = None
     out[Variant("patch_map")] = None
+    for structure in (Structure.RAGGED, Structure.ROWS, Structure.QUERY_ROWS):  # pages are rows of every n-th slot
+        for lengths, index, out_index in itertools.product(INDEX_DTYPES, INDEX_DTYPES, INDEX_DTYPES):
+            out[Variant("build_read", None, lengths, index, out_index, structure=structure)] = None
     for fmt in formats:
         out |= dict.fromkeys(_row_variants(fmt, fmt.source_dtypes))
         out |= dict.fromkeys(_row_variants(fmt.raw, (fmt.raw.dtype,)))

@@ -15,8 +15,8 @@ from typing import Any
 from portakv.device import DeviceKind
 from portakv.formats import VECTOR_BYTES
 
-SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots"))
-"""The kernels' arguments that point at slots."""
+SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots", "table", "rows"))
+"""The kernels' arguments that point at slots, or at rows of a table of slots."""
 
 
 def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:

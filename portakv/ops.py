@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _python_dispatch as modes
 
 from portakv import dispatch, kernels
-from portakv.formats import FP8_DIALECTS, KVFormat
+from portakv.formats import FP8_DIALECTS, KVFormat, ReadFormat, Structure
 
 _STORE = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc, Tensor k_inv, Tensor v_inv, "
@@ -35,6 +35,9 @@ SCHEMAS = {
     "Tensor(d!)? loc_twin, Tensor(e!) faults",
     "cast_loc": "Tensor loc, Tensor(a!) out, Tensor(b!) faults",
     "patch_map": "Tensor(a!) mapping, Tensor slots, Tensor values",
+    "build_read": "Tensor? mapping, Tensor table, Tensor rows, Tensor seq_lens, Tensor? extra_lens, "
+    "Tensor? query_lens, Tensor(a!) out, Tensor(b!)? indptr, Tensor(c!) lens, Tensor(d!) starts, Tensor(e!) faults, "
+    "int num_slots, str structure, int? window, int page_size, int pad, bool prefix_only",
     "store_kv": _STORE,
     "gather_kv": _GATHER,
     "move_kv": _MOVE,
@@ -62,6 +65,9 @@ def traced(chosen: Mapping[str, dispatch.Selection], formats: Mapping[str, KVFor
     calls: dict[str, Kernel] = {}
     for op, fmt in formats.items():
         overload, target = getattr(torch.ops.portakv, op).default, chosen[op].row.target.format(op=op)
+        if op == "build_read":
+            calls[op] = functools.partial(_call_read, overload, target)
+            continue
         # A format becomes text now: a tracer may take its integers for symbols.
         calls[op] = functools.partial(_call, overload, target, None if fmt is None else encode(fmt))
     return calls
@@ -76,6 +82,16 @@ def _call(overload: torch._ops.OpOverload, target: str, fmt: str | None, *args: 
 
 def _dtype(x: Any) -> torch.dtype | None:
     return x.dtype if isinstance(x, torch.Tensor) else None
+
+
+def _call_read(overload: torch._ops.OpOverload, target: str, *args: Any) -> None:
+    *rest, fmt = args
+    overload(*rest, fmt.structure.value, fmt.window, fmt.page_size, fmt.pad, fmt.prefix_only, target)
+
+
+def _run_read(*args: Any) -> None:
+    *rest, structure, window, page_size, pad, prefix_only, target = args
+    _load(target)(*rest, ReadFormat(Structure(structure), window, page_size, pad, prefix_only))
 
 
 def _run(*args: Any) -> None:
@@ -118,7 +134,8 @@ def _register() -> Any:
     library = make("portakv", "DEF")
     for op, schema in SCHEMAS.items():
         library.define(f"{op}({schema}, str kernel) -> ()", tags=torch.Tag.pt2_compliant_tag)
-        library.impl(op, _run_with_format if schema.endswith("str fmt") else _run, "CompositeExplicitAutograd")
+        run = _run_read if op == "build_read" else _run_with_format if schema.endswith("str fmt") else _run
+        library.impl(op, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"portakv::{op}", lambda *args: None, lib=library)
     return library
 

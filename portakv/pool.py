@@ -71,7 +71,7 @@ class HybridKVPool:
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
         windows = [spec.window for spec in self.layers if spec.window is not None]
         self.window = max(windows) if windows and self.has_swa else None
-        common = dispatch.select_all(found, kernels, strict, {op: None for op in SLOT_OPS if op in dispatch.TABLE})
+        common = dispatch.select_all(found, kernels, strict, dict.fromkeys(SLOT_OPS))
         rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1].ops, rows[key[0]]) for key in groups}
         self.kernels = name_rows((common, *chosen.values()))
@@ -92,16 +92,14 @@ class HybridKVPool:
         self.size = size // page_size * page_size
         self.swa_size = None if swa_size is None else swa_size // page_size * page_size
         self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
-        self._slot_kernels = {op: dispatch.load(op, common[op]) for op in ("translate_loc", "cast_loc", "patch_map")}
+        self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
         self._traced = ops.traced(common, dict.fromkeys(common))
         self.groups = tuple(
             allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
         )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
         self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
-        on_reference = dispatch.Selection(dispatch.REFERENCE, (), True)  # until the table has rows for it
-        build_read = dispatch.load("build_read", common.get("build_read", on_reference))
-        self._planner = ReadPlanner(self.layers, self._readable, self.full_to_swa, self._faults, build_read)
+        self._planner = ReadPlanner(self.layers, self._readable, self.full_to_swa, self._faults, self._kernel)
 
     @classmethod
     def fit(

@@ -118,14 +118,14 @@ class ReadPlanner:
         stored: Mapping[int, Layer],
         mapping: Tensor,
         faults: Tensor,
-        build_read: Callable[..., None],
+        kernel: Callable[[str], Callable[..., None]],
     ) -> None:
         keys = [("swa" if stored[i].on_swa else "full", spec.window) for i, spec in enumerate(layers)]
         self.keys = tuple(dict.fromkeys(keys))
         self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
         self._caches = tuple(cache for layer in stored.values() for cache in layer.readable)
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
-        self._mapping, self._faults, self._device, self._build_read = mapping, faults, faults.device, build_read
+        self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
 
     def plan(
         self,
@@ -179,7 +179,9 @@ class ReadPlanner:
                 continue
             mapping = self._mapping if read.side == "swa" else None
             results = (read.indices, read.indptr, read.lens, read.starts)
-            self._build_read(mapping, table, *batch.columns, *results, self._faults, self._mapping.shape[0] - 1, fmt)
+            self._kernel("build_read")(
+                mapping, table, *batch.columns, *results, self._faults, self._mapping.shape[0] - 1, fmt
+            )
         return plan
 
     def graph_plan(self, choice: Choice, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:

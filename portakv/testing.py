@@ -106,8 +106,9 @@ def cases(op: str) -> Iterator[Case]:
     seed = 0
     for variant in list_variants(formats()):
         if variant.op == op:
-            # Without a format a case costs nothing, so each variant gets every token count.
-            for _ in range(1 if variant.fmt else len(STYLES) * len(TOKENS)):
+            # A case of slots alone costs little, so each of their variants gets every token count.
+            few = len(STYLES) * (2 if variant.structure else len(TOKENS))
+            for _ in range(1 if variant.fmt else few):
                 yield Case(variant, TOKENS[seed // len(STYLES) % len(TOKENS)], STYLES[seed % len(STYLES)], seed)
                 seed += 1
 

@@ -30,7 +30,7 @@ def one_of_each(op: str) -> list[testing.Case]:
     for case in testing.cases(op):
         fmt = case.variant.fmt
         if 0 < case.tokens < 10:
-            found.setdefault((fmt and (fmt.fp8 is None, fmt.layout), case.style), case)
+            found.setdefault((fmt and (fmt.fp8 is None, fmt.layout), case.variant.structure, case.style), case)
     return list(found.values())
 
 

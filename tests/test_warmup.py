@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, dispatch
+from portakv import CONSUMERS, HybridKVPool, LayerSpec, dispatch
 from portakv.compile import warmup
 from portakv.device import DeviceKind
 from portakv.formats import INDEX_DTYPES, PAD, list_variants
@@ -55,6 +55,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             pool.set_kv_buffer(layer_id, write_loc, k, v)
             k, v = (_rows(tokens, layer.num_kv_heads, dim, out, rng) for dim in (layer.head_dim, layer.v_dim))
             pool.gather_kv(layer_id, write_loc, k, v)
+        requests = slots.view(2, tokens).to(rng.choice(INDEX_DTYPES))
+        rows, lens = torch.stack((torch.arange(2), torch.full((2,), tokens))).to(rng.choice(INDEX_DTYPES))
+        style = rng.choice(list(CONSUMERS.values()))
+        pool.plan_read(requests, rows, lens, consumer=style, index_dtype=rng.choice(INDEX_DTYPES))
         pool.move_kv_cache(other.to(loc.dtype), loc)
         restored = pool.load_from_host(pool.copy_to_host(slots))
         pool.allocator.free(torch.cat([slots, restored]))

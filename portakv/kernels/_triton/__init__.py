@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from portakv.kernels._triton import (
+    build_read,
     cast_loc,
     flashmla,
     gather_kv,
@@ -17,6 +18,7 @@ SOURCES = {
     "translate_loc": translate_loc.source,
     "cast_loc": cast_loc.source,
     "patch_map": patch_map.source,
+    "build_read": build_read.source,
     "store_kv": store_kv.source,
     "gather_kv": gather_kv.source,
     "move_kv": move_kv.source,

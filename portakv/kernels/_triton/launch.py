@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from portakv.errors import NoKernel
-from portakv.formats import VECTOR_BYTES, KVFormat, Variant
+from portakv.formats import VECTOR_BYTES, KVFormat, Structure, Variant
 from portakv.kernels._triton.rows import Tile, Tiles
 
 Tensor = torch.Tensor
@@ -146,13 +146,15 @@ class Launcher:
         out_index_dtype: torch.dtype | None = None,
         alignment: int = VECTOR_BYTES,
         rope: torch.dtype | None = None,
+        structure: Structure | None = None,
     ) -> Kernel | InterpretedKernel:
         """The kernel of a variant for the device of tensor `on`; compiled at its first use."""
         # Hashing a KVFormat costs as much as the rest of a launch; its id is safe while the value holds it.
-        key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, rope, on.get_device())
+        key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, rope, structure, on.get_device())
         hit = self._hot.get(key)
         if hit is None:
-            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment, rope=rope)
+            others = {"rope": rope, "structure": structure}
+            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment, **others)
             hit = self._hot[key] = (self.warm(variant, on.device), fmt)
         return hit[0]
 
