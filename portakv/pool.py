@@ -24,6 +24,7 @@ from portakv.transfer import HostCopy
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, to_device
 
 Tensor = torch.Tensor
+Out = Tensor | None
 Scale = float | Tensor | None
 
 
@@ -379,10 +380,10 @@ class HybridKVPool:
         edit = devices.upload(torch.from_numpy(np.stack((slots, values))), self.device)
         self._kernel("patch_map")(self.full_to_swa, edit[0], edit[1])
 
-    def _translate(self, loc: Tensor, *outs: Tensor | None) -> None:
+    def _translate(self, loc: Tensor, swa: Tensor, copy: Out, swa_twin: Out, loc_twin: Out) -> None:
         if self._checking():
             checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
-        self._kernel("translate_loc")(self.full_to_swa, to_device(loc, self.device), *outs, self._faults)
+        self._kernel("translate_loc")(self.full_to_swa, loc, swa, copy, swa_twin, loc_twin, self._faults)
 
     def _kernel(self, op: str) -> Callable[..., None]:
         return (self._traced if ops.tracing() else self._slot_kernels)[op]

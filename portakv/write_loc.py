@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from portakv.pool import HybridKVPool
 
 Translate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], None]
-"""`(loc, swa_out, loc_out, swa_twin, loc_twin)`: op `translate_loc` with a pool's mapping and faults bound."""
+"""`(loc, swa_out, loc_out, swa_twin, loc_twin)`: op `translate_loc` with a pool's mapping and faults bound; `loc` is on
+the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +102,7 @@ class GraphWriteLoc:
         if loc.shape[0] > len(self):
             raise ValueError(f"loc: expected at most {len(self)} slots, got {loc.shape[0]}")
         loc_twin, swa_twin = (None, None) if self.int32 is None else (self.int32.loc, self.int32.swa_loc)
-        self._translate(loc, self.swa_loc, self.loc, swa_twin, loc_twin)
+        self._translate(to_device(loc, self.loc.device), self.swa_loc, self.loc, swa_twin, loc_twin)
 
 
 WriteLoc = KVWriteLoc | GraphWriteLoc
