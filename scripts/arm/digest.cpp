@@ -1,5 +1,5 @@
 // Stores, gathers and reads through the generic kernels, and prints a digest of the bytes for each pair of dtypes and
-// scale, and for each kind of read.
+// scale, for each packed layout, and for each kind of read.
 // Built for two machines, the output must be the same (check.sh).
 
 #include <cstdio>
@@ -52,6 +52,38 @@ void run(int src, int dst, float scale) {
                 (unsigned long long)digest(back), (long long)faults);
 }
 
+// Whole tiles and single tokens of packed pages, in every unit and width that there is.
+void run_packed(int format, Packing k, Packing v) {
+    constexpr int64_t kPage = 128, kPages = 4;
+    auto [dtype, bytes] = kFormats[format];
+    std::vector<char> x(kPages * kPage * kRow * bytes), back(x.size(), 0), caches[2] = {back, back};
+    for (size_t i = 0; i < x.size(); ++i) x[i] = char(i * 2654435761u >> 13);
+    int64_t tile = k.width == 16 ? 16 : 64 / bytes;
+    std::vector<Piece> pieces;
+    std::vector<int64_t> starts;
+    for (int64_t slot = kPage; slot < kPages * kPage; slot += tile) {
+        starts.push_back(int64_t(pieces.size()));
+        for (int64_t i = 0, n; i < tile; i += n) {  // a tile whole, or in pieces with gaps
+            n = slot / tile % 2 ? tile : 1 + i * 5 % 7;
+            n = n < tile - i ? n : tile - i;
+            if (n != 3) pieces.push_back({slot + i, slot + i - kPage, n});
+        }
+    }
+    starts.push_back(int64_t(pieces.size()));
+    PackedJob job{pieces.data(), starts.data(), int64_t(starts.size()) - 1, tile, {}, {k, v}, 2};
+    Rows plain = rows(x, dtype, bytes), out = rows(back, dtype, bytes);
+    for (int h = 0; h < 2; ++h) {
+        Rows pages{caches[h].data(), 0, kPage * kDim * bytes, kPage, kHeads * kPage * kDim * bytes, dtype};
+        job.half[h] = {plain, pages, kHeads, kDim, nullptr, 0};
+    }
+    kernels_generic.store_packed(job);
+    std::printf("packed %d %d %016llx %016llx", format, int(k.width), (unsigned long long)digest(caches[0]),
+                (unsigned long long)digest(caches[1]));
+    for (Half& half : job.half) half = {half.dst, out, kHeads, kDim, nullptr, 0};
+    kernels_generic.gather_packed(job);
+    std::printf(" %016llx\n", (unsigned long long)digest(back));
+}
+
 // Slots on both sides of every bound, in int32 and int64, to both widths.
 void run_read(bool table_wide, bool out_wide, bool mapped, int64_t step) {
     constexpr int64_t kSlots = 5000, kColumns = 3000;
@@ -76,6 +108,8 @@ int main() {
     for (int src = 0; src < 3; ++src)
         for (int dst = 0; dst < 7; ++dst)
             for (float scale : {1.0f, 0.37f, 1e30f, 3e-30f}) run(src, dst, scale);
+    run_packed(2, {4, 16, kDim / 2}, {2, 2, 16});
+    for (int format : {0, 2, 3}) run_packed(format, {kFormats[format].bytes, 128, kDim}, {kFormats[format].bytes, 1, kDim});
     for (int which = 0; which < 8; ++which)
         for (int64_t step : {1, 3, 4}) run_read(which & 1, which & 2, which & 4, step);
 }
