@@ -153,8 +153,7 @@ class Launcher:
         key = (op, id(fmt), dtype, index_dtype, out_index_dtype, alignment, rope, structure, on.get_device())
         hit = self._hot.get(key)
         if hit is None:
-            others = {"rope": rope, "structure": structure}
-            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment, **others)
+            variant = Variant(op, fmt, dtype, index_dtype, out_index_dtype, alignment, rope=rope, structure=structure)
             hit = self._hot[key] = (self.warm(variant, on.device), fmt)
         return hit[0]
 
