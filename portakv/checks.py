@@ -15,7 +15,7 @@ from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, StaleWriteL
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
 from portakv.groups import Layer, LayerGroup
 from portakv.layers import LayerSpec, check_positive
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc
+from portakv.write_loc import WriteLoc, require_location
 
 if TYPE_CHECKING:
     from portakv.pool import HybridKVPool
@@ -94,11 +94,6 @@ def no_layer(layer_id: int, layers: Sequence[LayerSpec]) -> ValueError:
             f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"
         )
     return ValueError(f"layer_id: expected 0 to {len(layers) - 1}, got {layer_id!r}")
-
-
-def require_location(name: str, locations: WriteLoc) -> None:
-    if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
-        raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
 
 
 def side_slots(name: str, layer_id: int, layer: Layer, locations: WriteLoc) -> torch.Tensor:

@@ -24,7 +24,7 @@ from portakv.errors import MissingSwaLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
 from portakv.groups import Layer
 from portakv.pool import HybridKVPool
-from portakv.write_loc import KVWriteLoc, WriteLoc
+from portakv.write_loc import KVWriteLoc, WriteLoc, require_location
 
 Tensor = torch.Tensor
 
@@ -65,6 +65,9 @@ def zigzag_split(x: Tensor, rank: int, world: int, seq_lens: IntsLike | None = N
     `seq_lens [B]` are the tokens of each sequence, one after another in `x`; without them `x` is one sequence. Raises
     `ValueError` for lengths that do not add up to T, or no such rank.
     """
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        got = "a number" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x: expected a tensor of rows, got {got}")
     if not 0 <= as_int("rank", rank, 0) < as_int("world", world, 1):
         raise ValueError(f"rank: expected one below {world}, got {rank}")
     order = _zigzag_order(_lens(seq_lens, x.shape[0]), rank, world)
@@ -90,7 +93,7 @@ def plan_zigzag_write(
     if rank < 0:
         raise ValueError("group: expected a process group that this rank belongs to")
     try:
-        checks.require_location("write_loc", write_loc)
+        require_location("write_loc", write_loc, pool.device)
         lens = _lens(seq_lens, len(write_loc))
         if dtype not in DTYPES:
             raise TypeError(f"dtype: expected one of {[str(d) for d in DTYPES]}, got {dtype!r}")
@@ -140,30 +143,29 @@ def cp_allgather_and_save_kv(
     Rows travel in their own dtype and byte for byte, and rank order is undone by the order of the locations, so every
     rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch.
 
-    Raises as `set_kv_buffer` does. A rank whose rows are refused still takes part, and every other rank raises
+    Raises as `set_kv_buffer` does. A rank whose arguments are refused still takes part, and every other rank raises
     `ValueError`; nothing is written then. To know that, a pool on an accelerator would have to wait for each gather: it
     does so in checked mode, and otherwise a refused rank raises at once and leaves the others to the group's timeout.
     """
-    layer = pool._layers.get(layer_id) if type(layer_id) is int else None
-    if layer is None:
-        raise checks.no_layer(layer_id, pool.layers)
     if isinstance(write_loc, ZigzagWriteLoc):
         plan = write_loc
     else:
         plan = plan_zigzag_write(pool, write_loc, getattr(k, "dtype", None), group=group)  # type: ignore[arg-type]
+    layer = pool._layers.get(layer_id) if type(layer_id) is int else None
+    refusal = _refusal(pool, layer_id, layer, plan, k, v)
+    hears = pool.check or devices.shares_host_memory(pool.device)
+    if refusal is not None and not (hears and any(plan.rows)):
+        raise refusal
     if not any(plan.rows):
         return
-    hears = pool.check or devices.shares_host_memory(pool.device)
-    refusal = _refusal(pool, layer_id, layer, plan, k, v)
-    if refusal is not None and not hears:
-        raise refusal
-    (heads, dim), (_, v_dim) = layer.k_tail, layer.v_tail
-    split = heads * dim * plan.dtype.itemsize
-    send, gathered = plan.buffers(split + heads * v_dim * plan.dtype.itemsize)
-    if refusal is None:
-        own = send[1 : 1 + plan.rows[plan.rank]]
-        for part, x in ((own[:, :split], k), (own[:, split:], v)):
-            _by_head(part, heads).copy_(x.view(torch.uint8))
+    # Where ranks hear of each other all rows are as wide as the widest layer's: those of another layer still arrive.
+    formats = [group.fmt for group in pool.groups] if layer is None or hears else [layer.fmt]
+    width = max(fmt.num_kv_heads * (fmt.head_dim + fmt.v_head_dim) for fmt in formats)
+    send, gathered = plan.buffers(width * plan.dtype.itemsize)
+    if layer is not None and refusal is None:
+        own = _split(send[1 : 1 + plan.rows[plan.rank]], layer, plan.dtype.itemsize)
+        for part, x in zip(own, (k, v), strict=True):
+            part.copy_(x.view(torch.uint8))
     if hears:
         send[0, 0] = 0 if refusal else 1 + layer_id % 255
     # torch 2.13 renamed it.
@@ -171,20 +173,22 @@ def cp_allgather_and_save_kv(
     all_gather(gathered, send, group=plan.group)
     if refusal is not None:
         raise refusal
+    assert layer is not None
     if hears:
         headers = gathered[:: send.shape[0], 0].tolist()
         odd = [rank for rank, header in enumerate(headers) if header != headers[plan.rank]]
         if odd:
             raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
-    k, v = (_by_head(part.view(plan.dtype), heads) for part in (gathered[:, :split], gathered[:, split:]))
-    pool.set_kv_buffer(layer_id, plan.write_loc, k, v)
+    pool.set_kv_buffer(layer_id, plan.write_loc, *_split(gathered.view(plan.dtype), layer))
 
 
 def _refusal(
-    pool: HybridKVPool, layer_id: int, layer: Layer, plan: ZigzagWriteLoc, k: Tensor, v: Tensor
+    pool: HybridKVPool, layer_id: int, layer: Layer | None, plan: ZigzagWriteLoc, k: Tensor, v: Tensor
 ) -> Exception | None:
-    """What is wrong with this rank's rows or locations."""
+    """What is wrong with this rank's layer, rows or locations."""
     try:
+        if layer is None:
+            raise checks.no_layer(layer_id, pool.layers)
         own = checks.side_slots("write_loc", layer_id, layer, plan.write_loc)[: plan.rows[plan.rank]]
         checks.check_rows(("k", "v", "write_loc"), layer, own, k, v, layer.sources, pool.device)
     except (TypeError, ValueError, MissingSwaLoc) as e:
@@ -192,13 +196,17 @@ def _refusal(
     return None if k.dtype is plan.dtype else TypeError(f"k: expected {plan.dtype} as planned, got {k.dtype}")
 
 
-def _by_head(rows: Tensor, heads: int) -> Tensor:
-    return rows.view(len(rows), heads, rows.shape[1] // heads)
+def _split(rows: Tensor, layer: Layer, unit: int = 1) -> tuple[Tensor, Tensor]:
+    """The K and V rows by head in `rows [n, width]`, whose element is one of `unit` parts of theirs."""
+    (heads, dim), (_, v_dim) = layer.k_tail, layer.v_tail
+    k, v, _ = rows.tensor_split((heads * dim * unit, heads * (dim + v_dim) * unit), dim=1)
+    return k.view(len(rows), heads, dim * unit), v.view(len(rows), heads, v_dim * unit)
 
 
 def _lens(seq_lens: IntsLike | None, num_tokens: int) -> Ints:
     lens = as_ints("seq_lens", [num_tokens] if seq_lens is None else seq_lens)
     require(lens >= 0, "seq_lens", "lengths of at least 0", lens)
+    require(lens <= num_tokens, "seq_lens", f"at most {num_tokens} tokens", lens)  # so that no sum wraps around
     if lens.sum() != num_tokens:
         raise ValueError(f"seq_lens: expected {num_tokens} tokens in all, got {lens.sum()}")
     return lens

@@ -21,7 +21,7 @@ from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
 from portakv.transfer import HostCopy
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, to_device
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, require_location, to_device
 
 Tensor = torch.Tensor
 Out = Tensor | None
@@ -170,7 +170,7 @@ class HybridKVPool:
 
     def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
-        checks.require_location("write_loc", write_loc)
+        require_location("write_loc", write_loc, self.device)
         loc = torch.empty_like(write_loc.loc, dtype=torch.int32)
         cast_loc = self._kernel("cast_loc")
         cast_loc(write_loc.loc, loc, self._faults)

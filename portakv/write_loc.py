@@ -52,6 +52,8 @@ class KVWriteLoc:
     def __getitem__(self, tokens: slice) -> KVWriteLoc:
         if not isinstance(tokens, slice):
             raise TypeError(f"tokens: expected a slice, got {tokens!r}")
+        if tokens.step is not None and tokens.step < 1:
+            raise ValueError(f"tokens: expected a step of at least 1, got {tokens.step}")
         return KVWriteLoc(self.loc[tokens], None if self.swa_loc is None else self.swa_loc[tokens])
 
 
@@ -78,6 +80,7 @@ class GraphWriteLoc:
 
     __slots__ = ("_translate", "int32", "loc", "swa_loc")
 
+    @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
     def __init__(self, translate: Translate, max_tokens: int, device: torch.device, int32_twin: bool = False) -> None:
         self.loc, self.swa_loc = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
         self.int32: KVWriteLoc | None = None
@@ -131,8 +134,8 @@ def resolve_write_loc(
     """
     if index_dtype not in INDEX_DTYPES:
         raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
-    if plan is not None and not isinstance(plan, (KVWriteLoc, GraphWriteLoc)):
-        raise TypeError(f"plan: expected a KVWriteLoc, a GraphWriteLoc or None, got {type(plan).__name__}")
+    if plan is not None:
+        require_location("plan", plan, pool.device)
     if loc is not None:
         check_slots("loc", loc)
     if loc is None or loc.shape[0] == 0:
@@ -143,11 +146,19 @@ def resolve_write_loc(
     )
     if plan is None or not usable:
         return pool.plan_write(loc, index_dtype)
-    if plan.loc.dtype is index_dtype:
+    if all(slots is None or slots.dtype is index_dtype for slots in (plan.loc, plan.swa_loc)):
         return plan
     if index_dtype is torch.int32:
         return pool.cast_write_loc(plan)
     return planned(plan.loc.long(), None if plan.swa_loc is None else plan.swa_loc.long())
+
+
+def require_location(name: str, locations: WriteLoc, device: torch.device | None = None) -> None:
+    """Raise unless `locations` are some, on `device` where one is given."""
+    if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
+        raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
+    if device is not None and locations.loc.device != device:
+        raise ValueError(f"{name}: expected slots on {device}, got {locations.loc.device}")
 
 
 def check_slots(name: str, slots: torch.Tensor) -> None:

@@ -117,6 +117,13 @@ def strided_rows(rank: int, world: int) -> None:
     same_bytes(pool, expected)
 
 
+def rows_for_no_tokens(rank: int, world: int) -> None:
+    pool = make_pool()
+    empty = pool.plan_write(torch.empty(0, dtype=torch.int64))
+    with refused(ValueError, "k: expected shape (0, 2, 16)"):
+        cp_allgather_and_save_kv(pool, 0, empty, *make_rows(0, 3))
+
+
 def padding_is_skipped(rank: int, world: int) -> None:
     """A batch padded to the captured size: PAD and -1 write nothing."""
     pool, expected = make_pool(), make_pool()
@@ -233,6 +240,12 @@ def disagreements(rank: int, world: int) -> None:
         ValueError, f"k, v: expected rows of layer {int(wrong)} from every rank, refused or of another on {odd}"
     ):
         cp_allgather_and_save_kv(pool, int(wrong), plan, k, v)
+    # Layers whose rows are of another width, and one that there is not.
+    with refused(ValueError, f"expected rows of layer {2 * wrong} from every rank, refused or of another on {odd}"):
+        cp_allgather_and_save_kv(pool, 2 * wrong, plan, *((wide, wide) if wrong else (k, v)))
+    for locations in (plan, write_loc):
+        with refused(ValueError, "layer_id: expected 0 to 4, got 5" if wrong else rows):
+            cp_allgather_and_save_kv(pool, 5 * wrong, locations, k, v)
     bare = plan_zigzag_write(pool, KVWriteLoc(loc) if wrong else write_loc, torch.bfloat16)
     with refused(MissingSwaLoc if wrong else ValueError, "write_loc: layer 1" if wrong else rows):
         cp_allgather_and_save_kv(pool, 1, bare, k, v)
@@ -252,6 +265,8 @@ def disagreements(rank: int, world: int) -> None:
         ((write_loc, torch.bfloat16, [TOKENS - 1]), ValueError, f"seq_lens: expected {TOKENS} tokens in all, got 28"),
         ((write_loc, torch.bfloat16, [-1, TOKENS + 1]), ValueError, "seq_lens[0]: expected lengths of at least 0"),
         ((write_loc, torch.int64, None), TypeError, "dtype: expected one of"),
+        ((write_loc, torch.bfloat16, [2**62] * 4 + [TOKENS]), ValueError, f"seq_lens[0]: expected at most {TOKENS}"),
+        ((KVWriteLoc(loc.to("meta")), torch.bfloat16, None), ValueError, "write_loc: expected slots on cpu, got meta"),
         ((loc, torch.bfloat16, None), TypeError, "write_loc: expected a KVWriteLoc or GraphWriteLoc, got Tensor"),
     ):
         with refused(error if wrong else ValueError, words if wrong else everyone):
@@ -272,6 +287,7 @@ CASES = [
     several_sequences,
     checked_mode,
     strided_rows,
+    rows_for_no_tokens,
     padding_is_skipped,
     subgroups,
     one_gather_and_one_launch,

@@ -42,7 +42,7 @@ def test_ranks(world: int, tmp_path: Path) -> None:
         report = json.loads(out.splitlines()[-1])
         for case, outcome in report.items():
             assert outcome == "passed", f"rank {rank}, {case}: {outcome}"
-        assert len(report) == 10
+        assert len(report) == 11
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -73,12 +73,19 @@ def test_zigzag_takes_rows_of_any_shape() -> None:
         ((0.0, 2), TypeError, "rank: expected an int, got float"),
         ((0, 2, [4]), ValueError, "seq_lens: expected 5 tokens in all, got 4"),
         ((0, 2, [6, -1]), ValueError, r"seq_lens\[1\]: expected lengths of at least 0, got -1"),
+        ((0, 2, [2**62] * 4 + [5]), ValueError, r"seq_lens\[0\]: expected at most 5 tokens, got 4611686018427387904"),
         ((0, 2, [2.5, 2.5]), TypeError, "seq_lens: expected integers, got float64"),
     ],
 )
 def test_zigzag_refuses(arguments: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         zigzag_split(torch.arange(5), *arguments)
+
+
+@pytest.mark.parametrize(("x", "got"), [([1, 2], "list"), (np.arange(2), "ndarray"), (torch.tensor(1), "a number")])
+def test_zigzag_takes_tensors_of_rows_only(x: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"x: expected a tensor of rows, got {got}"):
+        zigzag_split(x, 0, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
