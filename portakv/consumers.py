@@ -42,11 +42,12 @@ class ReadStyle:
             if getattr(self, name) not in INDEX_DTYPES:
                 raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {getattr(self, name)!r}")
         for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {getattr(self, name)!r}")
-        for name in ("column_multiple", "page_divides"):
-            if getattr(self, name) is not None:
-                as_int(name, getattr(self, name), 1)
+            if type(value := getattr(self, name)) is not int or value not in choices:
+                raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {value!r}")
+        as_int("column_multiple", self.column_multiple, 1)
+        as_int("decode_keys_short", self.decode_keys_short, 0)
+        if self.page_divides is not None:
+            as_int("page_divides", self.page_divides, 1)
 
 
 CONSUMERS: dict[str, ReadStyle] = {

@@ -184,6 +184,7 @@ class ReadPlanner:
             )
         return plan
 
+    @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
     def graph_plan(self, choice: Choice, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:
         """The body of `pool.graph_read_plan`."""
         style = read_style("flashattention" if choice[0] is None else choice[0], *choice[1:])
@@ -209,6 +210,8 @@ class ReadPlanner:
         empty = functools.partial(torch.empty, dtype=style.index_dtype, device=self._device)
         structures = []
         for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
+            if fmt.structure is RAGGED and shape[0] > torch.iinfo(style.index_dtype).max:
+                raise ValueError(f"index_dtype: expected torch.int64 for {shape[0]} indices, got {style.index_dtype}")
             rows = size if fmt.structure is RAGGED else shape[0]
             indptr = empty(rows + 1) if fmt.structure is RAGGED else None
             lens, starts = empty((2, rows)).unbind()
@@ -235,7 +238,7 @@ class ReadPlanner:
         for name, x in tensors.items():
             if check or devices.shares_host_memory(x.device):
                 known[name] = x.cpu().numpy().astype(np.int64, copy=False)
-        end, queries = _check_values(known, columns, table.shape[0], max_len)
+        end, queries = _check_values(known, columns, table.shape[0], max_len, max_query_len)
         if check and end is not None:
             _check_slots(table, known["req_rows"], end, self._mapping.shape[0] - 1)
 
@@ -280,23 +283,24 @@ def _ints(name: str, x: object) -> Tensor:
 
 
 def _check_values(
-    known: dict[str, Ints], columns: dict[str, Lengths], num_rows: int, max_len: int
+    known: dict[str, Ints], columns: dict[str, Lengths], num_rows: int, max_len: int, max_query_len: int
 ) -> tuple[Ints | None, Ints | None]:
     """Raise `ValueError` for what is known to be wrong. Returns the tokens and queries of each sequence, if known."""
     for name, values in known.items():
         require(values >= 0, name, "at least 0", values)
     if (rows := known.get("req_rows")) is not None:
         require(rows < num_rows, "req_rows", f"a row of req_to_token, below {num_rows}", rows)
-    if any(columns[name] is not None and name not in known for name in ("seq_lens", "extra_lens", "query_lens")):
-        return None, None
-    seq, extra = known["seq_lens"], known.get("extra_lens", np.int64(0))
-    what = "seq_lens" if columns["extra_lens"] is None else "seq_lens + extra_lens"
-    end = seq + extra  # where this wraps around, a summand is past the end
-    require((seq <= max_len) & (extra <= max_len) & (end <= max_len), what, f"at most {max_len} tokens", end)
-    queries = known.get("query_lens")
-    if queries is None:
-        return end, np.ones_like(end)  # a request without tokens keeps its place among the query rows
-    require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
+    end, queries = None, known.get("query_lens")
+    if all(columns[name] is None or name in known for name in ("seq_lens", "extra_lens", "query_lens")):
+        seq, extra = known["seq_lens"], known.get("extra_lens", np.int64(0))
+        what = "seq_lens" if columns["extra_lens"] is None else "seq_lens + extra_lens"
+        end = seq + extra  # where this wraps around, a summand is past the end
+        require((seq <= max_len) & (extra <= max_len) & (end <= max_len), what, f"at most {max_len} tokens", end)
+        if queries is None:
+            return end, np.ones_like(end)  # a request without tokens keeps its place among the query rows
+        require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
+    if queries is not None:
+        require(queries <= max_query_len, "query_lens", f"at most max_query_len, {max_query_len}", queries)
     return end, queries
 
 

@@ -401,6 +401,13 @@ LOCATIONS: list[Bad] = [
         "swa_loc: expected a tensor on cpu, got meta",
     ),
     ("one location", lambda w: w.write_loc[0], TypeError, "tokens: expected a slice, got 0"),
+    ("tokens backwards", lambda w: w.write_loc[::-1], ValueError, "tokens: expected a step of at least 1, got -1"),
+    (
+        "a cast of slots elsewhere",
+        lambda w: w.pool.cast_write_loc(KVWriteLoc(w.held.to("meta"))),
+        ValueError,
+        "write_loc: expected slots on .*, got meta",
+    ),
     (
         "a cast of a tensor",
         lambda w: w.pool.cast_write_loc(w.held),
@@ -835,6 +842,18 @@ READ_PLANS: list[Bad] = [
         r"seq_lens \+ extra_lens.0.: expected at most 16 tokens",
     ),
     ("more queries than tokens", lambda w: w.read(query=(1, 10)), ValueError, r"query_lens.1.: .*got 10"),
+    (
+        "more queries than was said",
+        lambda w: w.read(query=(3, 4), max_query_len=3),
+        ValueError,
+        r"query_lens.1.: expected at most max_query_len, 3, got 4",
+    ),
+    (
+        "drafts past max_query_len",
+        lambda w: w.read(seq=(3, 3), extra_lens=3, max_query_len=2),
+        ValueError,
+        r"query_lens.0.: expected at most max_query_len, 2, got 3",
+    ),
     ("negative queries", lambda w: w.read(query=-1), ValueError, r"query_lens.0.: expected at least 0, got -1"),
     ("queries of bool", lambda w: w.read(query=True), TypeError, "query_lens: expected .*got bool"),
     ("extra_lens of float", lambda w: w.read(extra_lens=1.0), TypeError, "extra_lens: expected .*got float"),
@@ -856,6 +875,14 @@ READ_PLANS: list[Bad] = [
     ),
     ("index_dtype", lambda w: w.read(index_dtype=torch.int16), TypeError, "index_dtype: expected torch.int32 or"),
     ("pad", lambda w: w.read(pad=1), ValueError, "pad: expected 0 or -1, got 1"),
+    ("pad of bool", lambda w: w.read(pad=False), ValueError, "pad: expected 0 or -1, got False"),
+    ("pads", lambda w: w.read(pad=w.slots(0, -1)), ValueError, "pad: expected 0 or -1, got tensor"),
+    (
+        "more indices than int32 counts",
+        lambda w: w.pool.graph_read_plan(2**27, 16, consumer="flashinfer"),
+        ValueError,
+        "index_dtype: expected torch.int64 for 2147483648 indices, got torch.int32",
+    ),
     ("out is a write plan", lambda w: w.read(out=w.write_loc), TypeError, "out: expected a ReadPlan, got KVWriteLoc"),
     (
         "plan of another pool",

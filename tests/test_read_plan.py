@@ -319,6 +319,9 @@ def test_a_page_size_that_the_consumer_cannot_have(device, kernels, page):
         ({"index_dtype": torch.int16}, TypeError, "index_dtype: expected torch.int32 or torch.int64, got torch.int16"),
         ({"write_dtype": None}, TypeError, "write_dtype: expected torch.int32 or torch.int64, got None"),
         ({"pad": 2}, ValueError, "pad: expected 0 or -1, got 2"),
+        ({"pad": -1.0}, ValueError, "pad: expected 0 or -1, got -1.0"),
+        ({"column_multiple": None}, TypeError, "column_multiple: expected an int, got NoneType"),
+        ({"decode_keys_short": "1"}, TypeError, "decode_keys_short: expected an int, got str"),
         ({"offset_bits": 48}, ValueError, "offset_bits: expected 32 or 64, got 48"),
         ({"column_multiple": 0}, ValueError, "column_multiple: expected at least 1, got 0"),
         ({"page_divides": 0}, ValueError, "page_divides: expected at least 1, got 0"),
@@ -459,6 +462,18 @@ def test_a_captured_fill_follows_its_inputs(device, kernels, consumer):
         replay()
         assert compare(world, plan, counts) <= TOLERANCE
     assert not any(world.pool.faults().values())
+
+
+def test_buffers_made_in_inference_mode_are_filled_outside(device, kernels):
+    world = World([3, 9], 4, device, kernels)
+    with torch.inference_mode():
+        plan, write_loc = world.pool.graph_read_plan(2, 16), world.pool.graph_write_loc(4, int32_twin=True)
+    world.pool.plan_read(world.table, world.rows, torch.tensor(world.lengths), out=plan)
+    assert compare(world, plan, [1, 1]) <= TOLERANCE
+    write_loc.fill(world.host_table[world.rows[0], :3])
+    want = world.pool.plan_write(world.host_table[world.rows[0], :3])
+    for got in (write_loc, write_loc.int32):
+        assert (got.loc.tolist(), got.swa_loc.tolist()) == ([*want.loc.tolist(), 0], [*want.swa_loc.tolist(), 0])
 
 
 def test_the_bounds_of_a_graph_hold_every_batch_within_them():

@@ -400,11 +400,26 @@ def test_resolution_of_a_pool_with_one_side(make_pool: Callable[..., HybridKVPoo
     engine.forward(loc, plan)
 
 
+@pytest.mark.parametrize("wide", ["loc", "swa_loc"])
+def test_resolution_casts_the_side_that_is_wide(wide: str, engine: Engine) -> None:
+    loc = engine.pool.allocator.alloc(5)
+    narrow = engine.pool.plan_write(loc, torch.int32)
+    sides = {"loc": narrow.loc, "swa_loc": narrow.swa_loc}
+    write_loc = resolve_write_loc(engine.pool, loc, KVWriteLoc(**sides | {wide: sides[wide].long()}))
+    assert {write_loc.loc.dtype, write_loc.swa_loc.dtype} == {torch.int32}
+    engine.forward(loc, write_loc)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         (("loc", None, torch.int16), TypeError, "index_dtype: expected torch.int32 or torch.int64, got torch.int16"),
-        (("loc", "loc", torch.int32), TypeError, "plan: expected a KVWriteLoc, a GraphWriteLoc or None, got Tensor"),
+        (("loc", "loc", torch.int32), TypeError, "plan: expected a KVWriteLoc or GraphWriteLoc, got Tensor"),
+        (
+            ("loc", KVWriteLoc(*torch.ones(2, 2, dtype=torch.int64, device="meta")), torch.int32),
+            ValueError,
+            "plan: expected slots on .*, got meta",
+        ),
         (([1], None, torch.int32), TypeError, "loc: expected an int32 or int64 tensor, got list"),
         ((torch.zeros(2, 2).long(), None, torch.int32), ValueError, "loc: expected 1-D slots"),
     ],
