@@ -19,7 +19,7 @@ import torch
 
 from portakv.device import DeviceKind
 from portakv.errors import PortaKVError
-from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Variant, list_variants
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Layout, Variant, list_variants
 from portakv.groups import plan_groups
 from portakv.inspection import read_code, slot_offsets
 from portakv.layers import LayerSpec, check_positive
@@ -38,8 +38,10 @@ FORMATS = (
     KVFormat(8, 128, 128, torch.bfloat16),
     KVFormat(6, 192, 128, torch.float8_e4m3fn, page_size=16),
     KVFormat(8, 64, 64, torch.float8_e4m3fnuz, page_size=64),
+    KVFormat(1, 448, 64, torch.float8_e4m3fn, 64, Layout.FLASHMLA),
 )
-"""What is compiled unless formats are given: K and V dims alike and not, fp8 with and without -0, three page sizes."""
+"""What is compiled unless formats are given: K and V dims alike and not, fp8 with and without -0, three page sizes, and
+FlashMLA's pages."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, *FP8_DIALECTS)}
 
@@ -260,8 +262,9 @@ def needs_vectors(variant: Variant) -> bool:
     return min(fmt.k_row_bytes, fmt.v_row_bytes) >= 256
 
 
-EXCHANGED_BYTES = {"store_kv_flashmla": 64, "store_kv_rope_flashmla": 64}
-"""Shared memory that a kernel may use: the scales of a program's blocks go from the lanes that made them to others."""
+EXCHANGED_BYTES = {"store_kv_flashmla": 64, "store_kv_rope": 8192, "store_kv_rope_flashmla": 8192}
+"""Shared memory that a kernel may use: the scales of a program's blocks go from the lanes that made them to others;
+Triton before 3.9 lays an element and its partner out differently, and brings them together there."""
 
 COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "offsets", "by 16 B")
 

@@ -27,8 +27,7 @@ class Row:
     A function is named after its op on every device. `package` is a key of `DeviceFacts.packages` with its oldest
     version that serves, `backend` a compiler backend inside it. Of the caches, `layouts` and `dtypes` are those it can
     store (None: every dtype), `equal_dims` asks for one head dim of K and V, `max_elements` bounds K or V of a layer.
-    A row that `checks` refuses bad arguments by itself, before it writes, so the pool need not look at them twice.
-    `proof` is what was done to show that its bytes are right.
+    A row that `checks` refuses bad arguments itself, before it writes. `proof` is how its bytes were shown to be right.
     """
 
     name: str

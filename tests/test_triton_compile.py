@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from portakv import inspection
 from portakv.compile import Target, compile_variant, needs_vectors
 from portakv.errors import NoKernel
-from portakv.formats import FAULT_KINDS, KVFormat, Variant, list_variants
+from portakv.formats import FAULT_KINDS, KVFormat, Layout, Variant, list_variants
 from portakv.inspection import slot_offsets
 from portakv.kernels import cuda, hip
 from portakv.kernels._triton import launch
@@ -35,6 +35,7 @@ TARGETS = {"sm_80": cuda, "sm_90": cuda, "gfx942": hip, "gfx1100": hip}
 FORMATS = (
     KVFormat(8, 128, 128, torch.bfloat16),
     KVFormat(6, 192, 128, torch.float8_e4m3fn, page_size=16),
+    KVFormat(1, 512, 64, torch.float8_e4m3fn, 64, Layout.FLASHMLA_V32),
 )
 VARIANTS = list_variants(FORMATS)
 ONE_OF_EACH = tuple({(v.op, v.fmt, needs_vectors(v)): v for v in reversed(VARIANTS)}.values())
