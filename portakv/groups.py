@@ -37,7 +37,7 @@ class Layer:
     k_inv: torch.Tensor
     v_inv: torch.Tensor
     store: Callable[..., None]
-    store_checks: bool  # the store refuses by itself what it cannot take
+    store_checks: bool  # both stores refuse by themselves what they cannot take
     store_rope: Callable[..., None] | None  # None where the layout takes no rope
     gather: Callable[..., None]
     traced_store: Callable[..., None]  # what a tracer sees instead
@@ -215,7 +215,7 @@ def allocate_group(
         k_caches=k_caches,
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
-        store_checks=chosen[f"store_kv{fmt.family}"].row.checks,
+        store_checks=all(selection.row.checks for op, selection in chosen.items() if op.startswith("store_kv")),
         raw=fmt.raw,
         kernels={op: dispatch.load(op, selection) for op, selection in chosen.items()},
         traced=ops.traced(chosen, fmt.ops),

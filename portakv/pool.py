@@ -123,7 +123,7 @@ class HybridKVPool:
         target = devices.resolve(device)
         specs, found = checks.pool_layers(layers), devices.facts(target)
         storage = checks.storage_dtype(dtype, found)
-        lies = checks.pool_layout(layout, specs, storage, page_size, found)
+        lies = checks.pool_layout(layout, specs, storage, check_positive("page_size", page_size), found)
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
         options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": target}

@@ -31,7 +31,7 @@ class Rope:
         for name, x in (("cos_sin_cache", table), ("positions", positions)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if table.dim() != 2 or table.shape[1] < 2 or table.shape[1] % 2:
+        if table.dim() != 2 or not table.numel() or table.shape[1] % 2:
             raise ValueError(
                 f"cos_sin_cache: expected shape [max_position, an even number of dims], got {tuple(table.shape)}"
             )

@@ -20,7 +20,7 @@ class HostCopy:
     """KV of one sequence's slots in host memory, as the stored bytes.
 
     `live [N]` says which tokens had a live SWA peer. Per layer group, `keys` is `[L, n, H, D]` and `values`
-    `[L, n, H, Dv]`, with n = N on the full side and the number of live tokens on the SWA side.
+    `[L, n, H, Dv]` of `KVFormat.raw`, with n = N on the full side and the number of live tokens on the SWA side.
     """
 
     live: npt.NDArray[np.bool_]

@@ -225,6 +225,17 @@ def test_a_layer_that_does_not_fit_is_refused(
         HybridKVPool([spec], **{"size": 64, "page_size": 32, "layout": layout, "device": "cpu"} | options)
 
 
+@pytest.mark.parametrize("page_size", [0, "32", 32.0, True])
+@pytest.mark.parametrize("layout", ["auto", "cpu_vec", "rows"])
+def test_what_is_no_page_size(layout: str, page_size: Any) -> None:
+    for build in (
+        lambda: HybridKVPool([LAYERS[0]], size=64, page_size=page_size, layout=layout, device="cpu"),
+        lambda: HybridKVPool.fit([LAYERS[0]], 2**20, page_size=page_size, layout=layout, device="cpu"),
+    ):
+        with pytest.raises((TypeError, ValueError), match="page_size: expected a positive int, got"):
+            build()
+
+
 def test_no_gpu_kernel_packs() -> None:
     fmt = KVFormat(2, 64, 64, BF16, 32, Layout.CPU_VEC)
     gpu = DeviceFacts(DeviceKind.CUDA, "sm_90")

@@ -150,6 +150,7 @@ TABLE, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
         ((TABLE, [0, 1]), TypeError, "positions: expected a tensor, got list"),
         ((TABLE[0], TEN), ValueError, "cos_sin_cache: expected shape"),
         ((TABLE[:, :7], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((TABLE[:0], TEN), ValueError, "cos_sin_cache: expected shape"),
         ((TABLE.double(), TEN), TypeError, "cos_sin_cache: expected float32, float16 or bfloat16, got torch.float64"),
         ((torch.zeros(8, 10).T, TEN), ValueError, "cos_sin_cache: expected a dense last axis"),
         ((TABLE, torch.arange(2 * TOKENS)[::2]), ValueError, "positions: expected a dense vector"),
@@ -183,3 +184,18 @@ def test_a_rope_that_does_not_fit_is_refused(rope: Any, error: type[Exception], 
         fp8.set_kv_buffer(0, write_loc, k.to(fp8.dtype), v.to(fp8.dtype), Rope(TABLE, TEN))
     for each in (pool, fp8):
         assert not any(x.view(torch.uint8).any() for x in each.get_kv_buffer(0))
+
+
+@pytest.mark.parametrize("checking", ["store_kv", "store_kv_rope"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_refused_whichever_of_both_stores_checks_them(kind: str, checking: str) -> None:
+    """The other one is the reference, which trusts its caller and writes K before it meets a wrong V."""
+    layers, own = KINDS[kind]
+    kernels = {op: "reference" for op in dispatch.TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")}
+    pool = HybridKVPool(layers, size=48, page_size=4, device="cpu", kernels=kernels, **own)
+    write_loc, k, v = batch(pool)
+    for rope in (None, Rope(angles(8), torch.arange(TOKENS))):
+        for short in (v[:-1], v[..., :-1], v.float()):
+            with pytest.raises((TypeError, ValueError), match=r"^v: expected"):
+                pool.set_kv_buffer(0, write_loc, k, short, rope)
+    assert not any(buffer.any() for group in pool.groups for buffer in group.buffers)

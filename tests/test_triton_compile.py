@@ -35,6 +35,7 @@ TARGETS = {"sm_80": cuda, "sm_90": cuda, "gfx942": hip, "gfx1100": hip}
 FORMATS = (
     KVFormat(8, 128, 128, torch.bfloat16),
     KVFormat(6, 192, 128, torch.float8_e4m3fn, page_size=16),
+    KVFormat(1, 512, 64, torch.bfloat16, layout=Layout.MLA),
     KVFormat(1, 512, 64, torch.float8_e4m3fn, 64, Layout.FLASHMLA_V32),
 )
 VARIANTS = list_variants(FORMATS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from portakv.kernels._triton import (
     build_read,
     cast_loc,
-    flashmla,
+    gather_flashmla,
     gather_kv,
     move_kv,
     patch_map,
+    store_flashmla,
     store_kv,
     store_kv_rope,
     translate_loc,
@@ -23,8 +24,8 @@ SOURCES = {
     "gather_kv": gather_kv.source,
     "move_kv": move_kv.source,
     "store_kv_rope": store_kv_rope.source,
-    "store_kv_rope_flashmla": flashmla.store_rope_source,
-    "store_kv_flashmla": flashmla.store_source,
-    "gather_kv_flashmla": flashmla.gather_source,
+    "store_kv_rope_flashmla": store_flashmla.rope_source,
+    "store_kv_flashmla": store_flashmla.source,
+    "gather_kv_flashmla": gather_flashmla.source,
 }
 """How each op's variants become kernels."""

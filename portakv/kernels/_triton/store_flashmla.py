@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""store_kv_flashmla and gather_kv_flashmla: values quantised in blocks, their scales and the rope part, in one launch.
+"""store_kv_flashmla and store_kv_rope_flashmla: values in blocks, their scales and the rope part, in one launch.
 
 To these kernels a row is one block of a token, and the rope part is the block after the last. Both caches are packed,
 as `KVFormat.caches` says; every row of theirs starts at a multiple of 16 bytes.
@@ -36,22 +36,17 @@ BF16_INF = tl.constexpr(BF16.inf)
 BF16_NAN = tl.constexpr(BF16.nan)
 
 
-def store_source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
+def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
     tensors = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "u8")
-    return _source(store_kernel, variant, tensors, "store_kv", tiles, lanes)
+    return cut_blocks(kernel, variant, tensors, "store_kv", tiles, lanes)
 
 
-def store_rope_source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
+def rope_source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
     tensors = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "u8")
-    return _source(store_rope_kernel, variant, tensors, "store_kv", tiles, lanes)
+    return cut_blocks(rope_kernel, variant, tensors, "store_kv", tiles, lanes)
 
 
-def gather_source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
-    tensors = dict.fromkeys(("k_cache", "v_cache", "k_out", "v_out"), "u8")
-    return _source(gather_kernel, variant, tensors, "gather_kv", tiles, lanes)
-
-
-def _source(
+def cut_blocks(
     kernel: Any, variant: Variant, tensors: dict[str, str], fault: str, tiles: tuple[Tile, ...], lanes: int
 ) -> Source:
     fmt, dtype = variant.fmt, variant.dtype
@@ -90,7 +85,7 @@ def _source(
     return Source(kernel, tensors, {k: v for k, v in constants.items() if k in names}, num_warps, rows)
 
 
-def launch_store(
+def launch(
     launcher: Launcher,
     k: Tensor,
     v: Tensor,
@@ -103,10 +98,10 @@ def launch_store(
     fmt: KVFormat,
 ) -> None:
     """`portakv.kernels.reference_flashmla.store_kv_flashmla` has the contract."""
-    _launch(launcher, "store_kv_flashmla", (k, v), (k_cache, v_cache), (k, v, k_cache, v_cache), loc, faults, fmt)
+    launch_blocks(launcher, "store_kv_flashmla", (k, v), (k_cache, v_cache), (k, v, k_cache, v_cache), loc, faults, fmt)
 
 
-def launch_store_rope(
+def launch_rope(
     launcher: Launcher,
     k: Tensor,
     v: Tensor,
@@ -124,27 +119,10 @@ def launch_store_rope(
     """`portakv.kernels.reference_flashmla.store_kv_rope_flashmla` has the contract; here positions are dense."""
     rope = cos_sin, positions, interleaved
     tensors = (k, v, k_cache, v_cache)
-    _launch(launcher, "store_kv_rope_flashmla", (k, v), (k_cache, v_cache), tensors, loc, faults, fmt, rope)
+    launch_blocks(launcher, "store_kv_rope_flashmla", (k, v), (k_cache, v_cache), tensors, loc, faults, fmt, rope)
 
 
-def launch_gather(
-    launcher: Launcher,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """`portakv.kernels.reference_flashmla.gather_kv_flashmla` has the contract."""
-    tensors = (k_cache, v_cache, k_out, v_out)
-    _launch(launcher, "gather_kv_flashmla", (k_out, v_out), (k_cache, v_cache), tensors, loc, faults, fmt)
-
-
-def _launch(
+def launch_blocks(
     launcher: Launcher,
     op: str,
     rows: tuple[Tensor, Tensor],
@@ -244,7 +222,7 @@ def pack_blocks(
 
 
 @triton.jit
-def store_kernel(
+def kernel(
     k,
     v,
     k_cache,
@@ -293,7 +271,7 @@ def store_kernel(
 
 
 @triton.jit
-def store_rope_kernel(
+def rope_kernel(
     k,
     v,
     k_cache,
@@ -356,66 +334,3 @@ def store_rope_kernel(
         *(k, k_cache, v_cache, rope, token, block, slot, ok, page_size, k_token, k_page, k_slot, v_page, v_slot),
         *(BLOCKS, BLOCK, ROPE, ROWS, V4, ALIGNED, ITEM, UNIT, SAME_ROPE, MANTISSA, BIAS, INF, NAN),
     )
-
-
-@triton.jit
-def gather_kernel(
-    k_cache,
-    v_cache,
-    k_out,
-    v_out,
-    loc,
-    faults,
-    num_tokens,
-    loc_stride,
-    num_slots,
-    page_size,
-    k_token,
-    v_token,
-    k_page,
-    k_slot,
-    v_page,
-    v_slot,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    V4: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ITEM: tl.constexpr,
-    UNIT: tl.constexpr,
-    SAME_ROPE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INF: tl.constexpr,
-    NAN: tl.constexpr,
-    FAULT: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = (row // (BLOCKS + 1)).to(tl.int64)
-    block = (row % (BLOCKS + 1)).to(tl.int64)
-    slot = load_slots(loc, loc_stride, token, num_tokens, -1)
-    count_faults(faults + FAULT, (slot >= num_slots) & (block == 0))
-    ok = (slot >= 0) & (slot < num_slots)
-    column = tl.arange(0, BLOCK)
-    has_values = ok & (block < BLOCKS)
-    value_mask = has_values[:, None] & (column < BLOCK)[None, :]
-    rope_mask = (ok & (block == BLOCKS))[:, None] & (column < ROPE)[None, :]
-    k_offset = slot_offset(slot, page_size, k_page, k_slot)
-    v_offset = slot_offset(slot, page_size, v_page, v_slot)
-    raw = tl.load(row_pointers(k_cache, k_offset + block * BLOCK, column, 1, tl.int8, ALIGNED), mask=value_mask)
-    if V4:
-        rope_from = row_pointers(k_cache, (k_offset >> 1) + BLOCKS * BLOCK // 2, column, 2, tl.int16, ALIGNED)
-        scale = tl.load(v_cache.to(tl.pointer_type(tl.uint8)) + v_offset + block, mask=has_values, other=0)
-        bits = scale.to(tl.int32) << 23
-    else:
-        rope_from = row_pointers(v_cache, v_offset >> 1, column, 2, tl.int16, ALIGNED)
-        scales = k_cache.to(tl.pointer_type(tl.int32)) + (k_offset >> 2) + BLOCKS * BLOCK // 4
-        bits = tl.load(scales + block, mask=has_values, other=0)
-    rope = tl.load(rope_from, mask=rope_mask)
-    values = decode(raw, 3, 7, 0, FP8_NAN) * bits.to(tl.float32, bitcast=True)[:, None]
-    out = encode(values, 8 * ITEM, MANTISSA, BIAS, INF, NAN, 0).to(UNIT)
-    if not SAME_ROPE:
-        rope = encode(decode(rope, 7, 127, BF16_INF, BF16_NAN), 8 * ITEM, MANTISSA, BIAS, INF, NAN, 0).to(UNIT)
-    tl.store(row_pointers(k_out, token * k_token + block * BLOCK, column, ITEM, UNIT, ALIGNED), out, mask=value_mask)
-    tl.store(row_pointers(v_out, token * v_token, column, ITEM, UNIT, ALIGNED), rope, mask=rope_mask)
