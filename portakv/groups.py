@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from portakv import device as devices
 from portakv import dispatch, ops
 from portakv.allocator import HybridSlotAllocator
+from portakv.arrays import Ints
 from portakv.formats import FAULT_KINDS, KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
 
@@ -190,6 +192,30 @@ def fit_sizes(
     if pages == 0:
         raise ValueError(f"budget: expected at least {cost(1)} bytes for one page of tokens, got {budget}")
     return sizes(pages)
+
+
+def allocate_slots(
+    size: int,
+    swa_size: int | None,
+    page_size: int,
+    window: int | None,
+    device: torch.device,
+    kernel: Callable[[str], Callable[..., None]],
+) -> tuple[HybridSlotAllocator, torch.Tensor]:
+    """An allocator and its mapping on `device`, which op `patch_map` of `kernel` keeps up to date.
+
+    On a device that reads host memory the mapping is the allocator's own array.
+    """
+
+    def patch(slots: Ints, values: Ints) -> None:
+        edit = devices.upload(torch.from_numpy(np.stack((slots, values))), device)
+        kernel("patch_map")(mapping, edit[0], edit[1])
+
+    shared = devices.shares_host_memory(device)
+    allocator = HybridSlotAllocator(size, swa_size, page_size, window=window, on_patch=None if shared else patch)
+    mirror = torch.from_numpy(allocator.mapping)
+    mapping = mirror if shared else mirror.to(device)
+    return allocator, mapping
 
 
 def allocate_group(

@@ -60,6 +60,11 @@ def tracing() -> bool:
     return is_dynamo_compiling() or modes._is_in_torch_dispatch_mode
 
 
+def choose(eager: Mapping[str, Kernel], traced: Mapping[str, Kernel], op: str) -> Kernel:
+    """What a call of `op` made now goes to."""
+    return (traced if tracing() else eager)[op]
+
+
 def traced(chosen: Mapping[str, dispatch.Selection], formats: Mapping[str, KVFormat | None]) -> dict[str, Kernel]:
     """The kernel of each op's chosen row, called as an op; `formats` are those that the ops will be given."""
     calls: dict[str, Kernel] = {}

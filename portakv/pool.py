@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils import _python_dispatch as modes
 
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
-from portakv.allocator import HybridSlotAllocator
 from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, INDEX_DTYPES, SLOT_OPS, Structure
-from portakv.groups import Layer, allocate_group, fit_sizes, name_rows, plan_groups
+from portakv.groups import Layer, allocate_group, allocate_slots, fit_sizes, name_rows, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
@@ -76,16 +74,15 @@ class HybridKVPool:
         rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1].ops, rows[key[0]]) for key in groups}
         self.kernels = name_rows((common, *chosen.values()))
+        self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
+        # Held by others too: a bound method would keep a dropped pool's memory until the garbage collector runs.
+        self._kernel = functools.partial(ops.choose, self._slot_kernels, ops.traced(common, dict.fromkeys(common)))
 
         self._owns_slots = slots_of is None
         if slots_of is None:
-            shared = devices.shares_host_memory(self.device)
-            self.allocator = HybridSlotAllocator(
-                size, swa_size, page_size, window=self.window, on_patch=None if shared else self._patch
+            self.allocator, self.full_to_swa = allocate_slots(
+                size, swa_size, page_size, self.window, self.device, self._kernel
             )
-            # On a device that reads host memory the mapping is the allocator's own array.
-            mirror = torch.from_numpy(self.allocator.mapping)
-            self.full_to_swa = mirror if shared else mirror.to(self.device)
         else:
             checks.check_attachable(self, slots_of, size, swa_size)
             self.allocator = slots_of.allocator
@@ -93,8 +90,6 @@ class HybridKVPool:
         self.size = size // page_size * page_size
         self.swa_size = None if swa_size is None else swa_size // page_size * page_size
         self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
-        self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
-        self._traced = ops.traced(common, dict.fromkeys(common))
         self.groups = tuple(
             allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
         )
@@ -375,18 +370,10 @@ class HybridKVPool:
         self.allocator.check_integrity()
         checks.check_storage(self.groups, self.full_to_swa, self.allocator.mapping)
 
-    def _patch(self, slots: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
-        """Bring an edit of the host's mapping to the device, behind what the current stream already launched."""
-        edit = devices.upload(torch.from_numpy(np.stack((slots, values))), self.device)
-        self._kernel("patch_map")(self.full_to_swa, edit[0], edit[1])
-
     def _translate(self, loc: Tensor, swa: Tensor, copy: Out, swa_twin: Out, loc_twin: Out) -> None:
         if self._checking():
             checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
         self._kernel("translate_loc")(self.full_to_swa, loc, swa, copy, swa_twin, loc_twin, self._faults)
-
-    def _kernel(self, op: str) -> Callable[..., None]:
-        return (self._traced if ops.tracing() else self._slot_kernels)[op]
 
     def _read(self, layer_id: int) -> Layer:
         layer = self._readable.get(layer_id) if type(layer_id) is int else None

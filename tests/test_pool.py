@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -386,3 +388,22 @@ def test_a_cpu_pool_beside_another_device() -> None:
     assert set(other.kernels.values()) == {"reference"}
     assert set(HybridKVPool([FULL], size=8, device="cpu").kernels.values()) == {"native"}
     assert other.get_kv_buffer(1)[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("where", ["device", "meta"])
+def test_a_dropped_pool_gives_its_memory_back_at_once(device, where):
+    """No reference cycle: the caches go with the last reference, not with the next run of the garbage collector."""
+    target = device if where == "device" else torch.device("meta")
+    gc.disable()
+    try:
+        pool = HybridKVPool([SWA, FULL], size=32, swa_size=32, device=target)
+        loc = pool.allocator.alloc(4)
+        if where == "device":
+            pool.plan_read(loc[None].to(target), torch.tensor([0]), torch.tensor([4]))
+            pool.graph_write_loc(4).fill(loc)
+        pool.graph_read_plan(2, 8)
+        left = [weakref.ref(x) for x in (pool, pool.allocator, pool.full_to_swa, *pool.groups[0].buffers)]
+        del pool
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
