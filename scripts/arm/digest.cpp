@@ -1,5 +1,5 @@
 // Stores, gathers and reads through the generic kernels, and prints a digest of the bytes for each pair of dtypes and
-// scale, for each packed layout, and for each kind of read.
+// scale, for FlashMLA and rope, for each packed layout, and for each kind of read.
 // Built for two machines, the output must be the same (check.sh).
 
 #include <cstdio>
@@ -50,6 +50,44 @@ void run(int src, int dst, float scale) {
     kernels_generic.gather(job);
     std::printf("%d %d %g %016llx %016llx %lld\n", src, dst, scale, (unsigned long long)digest(cache),
                 (unsigned long long)digest(back), (long long)faults);
+}
+
+// FlashMLA's pages (`block` 64) and rows, with the rope part rotated or not, and rotated rows where `block` is 0.
+void run_rope(int src, int64_t block, int64_t angles, bool pairs) {
+    auto [type, bytes] = kFormats[src];
+    const int64_t dim = block ? 2 * block : kDim, values = block == 64 ? dim + 2 * kDim : dim + dim / 32;
+    const int64_t packed[2] = {block ? values : kRow * bytes, block == 64 ? dim / 64 + 1 : block ? 2 * kDim : kRow * bytes};
+    std::vector<char> x(kTokens * kRow * 2 * bytes), back(2 * x.size(), 0), caches[2];
+    for (int64_t i = 0; i < int64_t(x.size()) / bytes; ++i) {
+        uint32_t bits = uint32_t(i) * (bytes == 4 ? 2654435761u : 40503u);
+        std::memcpy(&x[i * bytes], &bits, bytes);
+    }
+    std::vector<float> table(64 * kDim);
+    for (size_t i = 0; i < table.size(); ++i) table[i] = float(int(i * 2654435761u >> 8 & 0xFFFF) - 32768) / 32768;
+    std::vector<int64_t> loc(kTokens), positions(kTokens);
+    for (int64_t i = 0; i < kTokens; ++i) loc[i] = i * 7 % kTokens + 1, positions[i] = i * 5 % 66 - 1;
+    std::vector<char> scratch(2 * 4096);
+    int64_t faults = 0, heads = block ? 1 : kHeads;
+    RowJob job{{reinterpret_cast<char*>(loc.data()), kTokens, 1, true}, 1, kTokens + 1, {}, &faults, 2, block, {}};
+    for (int h = 0; h < 2; ++h) {
+        caches[h].assign(size_t((kTokens + 1) * packed[h]), 0x55);
+        int64_t n = h ? kDim : dim, row = heads * n * bytes;
+        DType kept = block ? DType::e4m3fn : type;
+        job.half[h] = {{x.data(), row, n * bytes, 0, 0, type}, {caches[h].data(), packed[h], kDim * bytes, 0, 0, kept},
+                       heads, n, nullptr, 0};
+    }
+    job.rope = {reinterpret_cast<char*>(table.data()), DType::f32, kDim * 4, 64,
+                {reinterpret_cast<char*>(positions.data()), kTokens, 1, true}, angles, pairs, block != 0,
+                scratch.data(), 4096};
+    (block ? angles ? kernels_generic.store_rope_flashmla : kernels_generic.store_flashmla : kernels_generic.store_rope)(job);
+    std::printf("rope %d %d %d %d %016llx %016llx", src, int(block), int(angles), pairs, (unsigned long long)digest(caches[0]),
+                (unsigned long long)digest(caches[1]));
+    if (block) {
+        for (Half& half : job.half) half = {half.dst, {back.data(), half.dim * bytes, 0, 0, 0, type}, 1, half.dim, nullptr, 0};
+        job.half[1].dst.data += kTokens * dim * bytes;
+        kernels_generic.gather_flashmla(job);
+    }
+    std::printf(" %016llx %lld\n", (unsigned long long)digest(back), (long long)faults);
 }
 
 // Whole tiles and single tokens of packed pages, in every unit and width that there is.
@@ -110,6 +148,11 @@ int main() {
             for (float scale : {1.0f, 0.37f, 1e30f, 3e-30f}) run(src, dst, scale);
     run_packed(2, {4, 16, kDim / 2}, {2, 2, 16});
     for (int format : {0, 2, 3}) run_packed(format, {kFormats[format].bytes, 128, kDim}, {kFormats[format].bytes, 1, kDim});
+    for (int src = 0; src < 3; ++src)
+        for (int64_t block : {0, 64, 128})
+            for (int64_t angles : {0, 16, 64})
+                for (bool pairs : {false, true})
+                    if (block || angles) run_rope(src, block, angles, pairs);
     for (int which = 0; which < 8; ++which)
         for (int64_t step : {1, 3, 4}) run_read(which & 1, which & 2, which & 4, step);
 }
