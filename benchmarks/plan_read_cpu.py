@@ -1,8 +1,8 @@
-"""What naming the slots to read costs on a CPU beside torch: `python benchmarks/plan_read_cpu.py [--json]`.
+"""What `pool.plan_read` costs on a CPU beside torch: `python benchmarks/plan_read_cpu.py [--json]`.
 
-A batch of decoding requests over a table of int32 slots in pages of 16, outputs in int32 and made anew by both sides.
-The torch expressions have no loop over requests; of two ways to write the ragged one, the faster is taken. Ratios are
-medians over rounds in which both candidates ran in turn.
+A batch of decoding requests over a table of int32 slots in pages of 16 that lie anywhere, outputs in int32 and made
+anew by both sides. The torch expressions have no loop over requests; of two ways to write the ragged one, the faster is
+taken. Ratios are medians over rounds in which both candidates ran in turn.
 """
 
 from __future__ import annotations
@@ -15,53 +15,35 @@ from typing import Any
 import torch
 from timing import environment, interleave, ratio, summary
 
-from portakv.formats import FAULT_KINDS, ReadFormat, Structure
-from portakv.kernels import cpu_amx
+from portakv import HybridKVPool, LayerSpec, ReadPlan, Structure
 
 Tensor = torch.Tensor
 
-BATCHES = ((256, 8192), (64, 2048), (8, 512))
+BATCHES = ((256, 8192), (64, 2048), (8, 512), (8, 16))
 WINDOW, PAGE = 1024, 16
-FORMATS = {(s, swa): ReadFormat(s, WINDOW if swa else None, PAGE) for s in Structure for swa in (False, True)}
 TORCH = {Structure.RAGGED: ("masked", "repeated"), Structure.ROWS: ("token_rows",), Structure.PAGES: ("pages",)}
 
 
 class Batch:
-    """Requests of `tokens` tokens each, in pages that lie anywhere; their rows of the table are in no order."""
+    """Requests of `tokens` tokens each; their rows of the table are in no order."""
 
     def __init__(self, requests: int, tokens: int) -> None:
-        pages = torch.randperm(requests * tokens // PAGE) + 1
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).view(requests, tokens)
+        size = requests * tokens
+        self.pools = {
+            swa: HybridKVPool([LayerSpec(window, 1, 8)], size=size, swa_size=size, page_size=PAGE)
+            for swa, window in ((False, None), (True, WINDOW))
+        }
+        pages = self.pools[True].allocator.alloc(size).view(-1, PAGE)[torch.randperm(size // PAGE)]
+        self.mapping = self.pools[True].full_to_swa
         self.table = torch.zeros((2 * requests, tokens + 8), dtype=torch.int32)
         self.rows = torch.randperm(2 * requests)[:requests]
-        self.table[self.rows, :tokens] = slots.int()
+        self.table[self.rows, :tokens] = pages.view(requests, tokens).int()
         self.seq_lens = torch.full((requests,), tokens)
-        self.num_slots = requests * tokens + PAGE
-        self.mapping = torch.zeros(self.num_slots + 1, dtype=torch.int64)
-        self.mapping[PAGE:-1] = (
-            torch.randperm(requests * tokens // PAGE)[:, None] * PAGE + torch.arange(PAGE)
-        ).flatten()
-        self.tokens, self.faults = tokens, torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
+        self.tokens = tokens
 
-    def ours(self, structure: Structure, swa: bool) -> None:
-        count, n = min(WINDOW, self.tokens) if swa else self.tokens, len(self.rows)
-        indptr, shape = None, (n, count)
-        if structure is Structure.RAGGED:
-            indptr, shape = torch.empty(n + 1, dtype=torch.int32), (n * count,)
-        elif structure is Structure.PAGES:
-            shape = (n, -(-count // PAGE) + swa)
-        lens, starts = torch.empty((2, n), dtype=torch.int32)
-        cpu_amx.build_read(
-            *(self.mapping if swa else None, self.table, self.rows, self.seq_lens, None, None),
-            *(
-                torch.empty(shape, dtype=torch.int32),
-                indptr,
-                lens,
-                starts,
-                self.faults,
-                self.num_slots,
-                FORMATS[structure, swa],
-            ),
+    def ours(self, structure: Structure, swa: bool) -> ReadPlan:
+        return self.pools[swa].plan_read(
+            self.table, self.rows, self.seq_lens, structure=structure, index_dtype=torch.int32
         )
 
     def spans(self, swa: bool, step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +103,7 @@ def measure(requests: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
 def show(result: dict[str, Any]) -> None:
     for name, value in result["environment"].items():
         print(f"{name}: {value}")
-    columns = ("requests", "tokens", "structure", "window", "build_read µs", "torch µs", "× torch")
+    columns = ("requests", "tokens", "structure", "window", "plan_read µs", "torch µs", "× torch")
     print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for row in result["reads"]:
         us = dict(row["us"])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from portakv import testing
-from portakv.formats import FAULT_KINDS, INDEX_DTYPES, ReadFormat, Structure, Variant
+from portakv import device as devices
+from portakv import dispatch, testing
+from portakv.formats import FAULT_KINDS, ReadFormat, Structure
 from portakv.kernels import reference
 
 Tensor = torch.Tensor
 
-STRUCTURES = (Structure.RAGGED, Structure.ROWS, Structure.QUERY_ROWS)
-VARIANTS = [
-    Variant("build_read", dtype=lens, index_dtype=index, out_index_dtype=out, structure=structure)
-    for lens, index, out, structure in itertools.product(INDEX_DTYPES, INDEX_DTYPES, INDEX_DTYPES, STRUCTURES)
-]
+BUILD_READ = reference.build_read
 
 
 def define(mapping, table, rows, seq_lens, extra_lens, query_lens, out, indptr, lens, starts, faults, num_slots, fmt):
@@ -92,8 +89,7 @@ def define(mapping, table, rows, seq_lens, extra_lens, query_lens, out, indptr, 
         faults[i] += count[kind]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_reference_is_the_definition(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "build_read", define)
     seen = torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
 
@@ -101,14 +97,10 @@ def test_reference_is_the_definition(structure: Structure, monkeypatch: pytest.M
         BUILD_READ(*args)
         seen.add_(args[10])
 
-    for seed, (variant, tokens, style) in enumerate(itertools.product(VARIANTS, testing.TOKENS, testing.STYLES)):
-        if variant.structure is structure:
-            testing.check("build_read", kernel, testing.Case(variant, tokens, style, seed), torch.device("cpu"))
+    for case in testing.cases("build_read"):
+        testing.check("build_read", kernel, case, torch.device("cpu"))
     assert seen[FAULT_KINDS.index("build_read")] > 100
     assert seen[FAULT_KINDS.index("cast_loc")] > 10
-
-
-BUILD_READ = reference.build_read
 
 
 def build(
@@ -189,3 +181,19 @@ def test_what_does_not_fit_is_cut_and_counted() -> None:
     out, _, lens, _, faults = build(Structure.ROWS, [40], shape=(1, 2), window=3)
     assert (out, lens) == ([[45, 46]], [2])  # of the table's 32 positions, the last three
     assert faults[FAULT_KINDS.index("build_read")] == 2
+
+
+@pytest.mark.parametrize("row", ["native", "reference"])
+def test_tables_past_2_31(row: str, tmp_path: Path) -> None:
+    """Row 3 of a table whose row stride is 2**31 elements lies past 2**34 bytes, in a sparse file."""
+    chosen = dispatch.select("build_read", devices.facts(torch.device("cpu")), dispatch.Request(wanted=row))
+    stride = 2**31
+    storage = torch.from_file(str(tmp_path / "table"), shared=True, size=3 * stride + 4, dtype=torch.int32)
+    storage[-4:] = torch.tensor([5, 6, 7, 8])
+    table = storage.as_strided((4, 4), (stride, 1))
+    out, lens, starts = torch.zeros(1, 5, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32)
+    dispatch.load("build_read", chosen)(
+        *(None, table, torch.tensor([3]), torch.tensor([4]), None, None, out, None, lens, starts),
+        *(testing.faults().tensor, 9, ReadFormat(Structure.ROWS, window=3)),
+    )
+    assert (out.tolist(), lens.tolist(), starts.tolist()) == ([[6, 7, 8, 0, 0]], [3], [1])

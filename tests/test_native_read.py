@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from portakv import testing
-from portakv.formats import INDEX_DTYPES, ReadFormat, Structure, Variant
+from portakv.formats import ReadFormat, Structure
 from portakv.kernels import cpu_amx, reference
 
 if problem := cpu_amx.build_problem():
@@ -21,20 +20,13 @@ from portakv.kernels.cpu_amx import _native
 
 Tensor = torch.Tensor
 
-VARIANTS = [
-    Variant("build_read", dtype=lens, index_dtype=index, out_index_dtype=out, structure=structure)
-    for lens, index, out in itertools.product(INDEX_DTYPES, INDEX_DTYPES, INDEX_DTYPES)
-    for structure in (Structure.RAGGED, Structure.ROWS, Structure.QUERY_ROWS)
-]
-
 
 @pytest.mark.parametrize("isa", _native.isas())
 def test_every_instruction_set_matches_the_reference(isa: str) -> None:
     best = _native.isa()
     _native.set_isa(isa)
     try:
-        for seed, (variant, tokens, style) in enumerate(itertools.product(VARIANTS, testing.TOKENS, testing.STYLES)):
-            case = testing.Case(variant, tokens, style, seed)
+        for case in testing.cases("build_read"):
             testing.check("build_read", _native.build_read, case, torch.device("cpu"))
     finally:
         _native.set_isa(best)
