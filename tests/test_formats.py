@@ -131,7 +131,7 @@ def packed(layout: str, latent: torch.Tensor, rope: torch.Tensor) -> tuple[bytes
         amax = max(
             float(block[block.isfinite()].abs().max()) if block.isfinite().any() else 0.0, float(np.float32(1e-4))
         )
-        exponent = math.ceil(math.log2(amax / 448))
+        exponent = next(e for e in range(-23, 121) if 448 * 2.0**e >= amax)
         scaled = (block * 2.0**-exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
         values += torch.where(block.isnan(), 0x7F, scaled).to(torch.uint8).numpy().tobytes()
         scales += bytes([exponent + 127]) if step == 64 else struct.pack("<f", 2.0**exponent)
@@ -171,6 +171,26 @@ def test_flashmla_pages_are_what_its_readers_take(make: Any, layout: str, index_
             assert page[at * len(row) : (at + 1) * len(row)] == row, t
             assert page[4 * len(row) + at * len(scales) :][: len(scales)] == scales, t
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("layout", FLASHMLA)
+def test_a_scale_is_the_least_power_of_two_that_will_do(make: Any, layout: str) -> None:
+    """Largest magnitudes of 448 times each power of two that a scale can be, and the float32 on either side of it."""
+    peak = 448 * torch.exp2(torch.arange(-22, 120).float())
+    away = torch.full_like(peak, math.inf)
+    peaks = torch.cat((peak, torch.nextafter(peak, away), torch.nextafter(peak, -away)))
+    peaks = torch.cat((peaks, torch.tensor([0.0, 1e-40, 1e-4, 3.4028235e38])))
+    pool = flash_pool(make, layout, size=448, swa_size=448)
+    latent = rows(len(peaks), FLASHMLA[layout].head_dim)[0].float().clamp(-1, 1) * peaks[:, None, None]
+    latent[:, 0, ::64] = -peaks[:, None]
+    write_loc = pool.plan_write(pool.allocator.alloc(len(peaks)))
+    pool.set_kv_buffer(0, write_loc, latent.to(pool.device), torch.zeros(len(peaks), 1, 64).to(pool.device))
+    pages = pool.get_kv_buffer(0)[0].cpu()
+    for t, slot in enumerate(write_loc.loc.tolist()):
+        row, scales = packed(layout, latent[t, 0], torch.zeros(64))
+        page, at = pages[slot // 4].flatten().numpy().tobytes(), slot % 4
+        assert page[at * len(row) : (at + 1) * len(row)] == row, peaks[t]
+        assert page[4 * len(row) + at * len(scales) :][: len(scales)] == scales, peaks[t]
 
 
 @pytest.mark.parametrize("layout", FLASHMLA)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,36 @@ def test_the_bytes_are_those_of_rotating_rounding_and_storing(
             for mine, his in zip(pool.get_kv_buffer(layer), plain.get_kv_buffer(layer), strict=True):
                 assert torch.equal(mine.contiguous().view(torch.uint8), his.contiguous().view(torch.uint8))
                 assert mine.any()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [2, 6, 62, 64])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_each_product_and_each_sum_is_rounded_to_float32(dtype: torch.dtype, dims: int, interleaved: bool) -> None:
+    """By numpy in float64, rounded after each step; with angles that are no numbers. The other dims keep their bits."""
+    for row in rows_here():
+        kernels = dict.fromkeys(dispatch.TABLE, row)
+        pool = HybridKVPool([LayerSpec(None, 3, 64)], size=64, dtype=dtype, device="cpu", kernels=kernels)
+        generator = torch.Generator().manual_seed(dims)
+        k, table = (torch.randn(shape, generator=generator) for shape in ((TOKENS, 3, 64), (20, dims)))
+        table[3, 0], table[4, 1], k = math.nan, math.inf, k.to(dtype)
+        positions = torch.tensor([0, 1, 2, 3, 4, 19, 7, 7, 5])
+        write_loc = pool.plan_write(pool.allocator.alloc(TOKENS))
+        pool.set_kv_buffer(0, write_loc, k, k, Rope(table, positions, interleaved))
+        x, half = k.double().numpy(), dims // 2
+        cos, sin = np.split(table[positions].double().numpy()[:, None], 2, -1)
+        a, b = (slice(0, dims, 2), slice(1, dims, 2)) if interleaved else (slice(0, half), slice(half, dims))
+        want = x.astype(np.float32)
+        with np.errstate(all="ignore"):
+            products = [(x[..., i] * y).astype(np.float32) for i, y in ((a, cos), (b, sin), (b, cos), (a, sin))]
+            want[..., a] = products[0] - products[1]
+            want[..., b] = products[2] + products[3]
+        stored_k, stored_v = (x[write_loc.loc] for x in pool.get_kv_buffer(0))
+        turned = torch.from_numpy(want).to(dtype)
+        assert turned.isnan().any()
+        torch.testing.assert_close(stored_k, turned, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(stored_k[..., dims:], k[..., dims:])
+        assert torch.equal(stored_v, k)
 
 
 def test_a_rotation_is_one() -> None:
