@@ -205,6 +205,8 @@ class HybridKVPool:
         read back: `max_len` (default C) and `max_query_len` bound each sequence, and what goes past is cut and counted.
         `out`, a plan of this pool and style, is filled in place and all its tails are reset.
 
+        torch.compile can trace it where all lengths are on a device; those on the host break its graph.
+
         Raises `ValueError` and `TypeError`, before anything is written.
         """
         choice = (consumer, structure, index_dtype, pad)

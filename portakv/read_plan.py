@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
 from portakv.arrays import Ints, as_int, require
@@ -234,6 +235,9 @@ class ReadPlanner:
         on_cpu = devices.shares_host_memory(self._device)
         tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
         ints = {name: x for name, x in columns.items() if isinstance(x, int)}
+        if is_dynamo_compiling() and any(devices.shares_host_memory(x.device) for x in tensors.values()):
+            reason = "plan_read looks at lengths that are on the host: plan outside of what is compiled"
+            torch._dynamo.graph_break(msg=reason)
         known: dict[str, Ints] = {name: np.full(size, x) for name, x in ints.items()}
         for name, x in tensors.items():
             if check or devices.shares_host_memory(x.device):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch
 from portakv import device as devices
@@ -548,9 +549,10 @@ def test_checked_mode_reads_lengths_back(kernels):
 # A forward of 48 layers.
 
 
+@pytest.mark.parametrize("windows", [(64, 64), (64, 128)], ids=["one window", "two windows"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_launches_of_a_forward(device, kernels, graph):
-    layers = [LayerSpec(None if i % 6 == 5 else (64, 128)[i % 2], 1, 8) for i in range(48)]
+def test_launches_of_a_forward(device, kernels, graph, windows):
+    layers = [LayerSpec(None if i % 6 == 5 else windows[i % 2], 1, 8) for i in range(48)]
     pool = HybridKVPool(layers, size=256, swa_size=192, device=device, kernels=kernels)
     launches: Counter[str] = Counter()
     for op in pool._slot_kernels:
@@ -570,7 +572,31 @@ def test_launches_of_a_forward(device, kernels, graph):
     for layer in range(48):
         pool.set_kv_buffer(layer, write_loc[:5], x, x)
         assert plan.for_layer(layer).window == layers[layer].window
-    assert launches == {"translate_loc": 1, "build_read": 3}
+    assert launches == {"translate_loc": 1, "build_read": 1 + len(set(windows))}
+
+
+def test_plans_alone_see_the_mapping(device, kernels):
+    """Nor does a layer translate by an indexed read of its own, which no kernel would count."""
+    pool = HybridKVPool(LAYERS, size=64, swa_size=48, device=device, kernels=kernels)
+    mapping, seen = pool.full_to_swa.data_ptr(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(isinstance(x, Tensor) and x.data_ptr() == mapping for x in args):
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    loc = pool.allocator.alloc(3)
+    table, rows, lens = loc[None].to(pool.device), torch.zeros(1, dtype=torch.int64), torch.tensor([3])
+    k, v = (torch.zeros(3, H, dim, device=pool.device, dtype=pool.dtype) for dim in (D, DV))
+    with Watch():
+        write_loc, plan = pool.plan_write(loc), pool.plan_read(table, rows, lens)
+        for layer, spec in enumerate(LAYERS):
+            if spec.alias_of is None:
+                pool.set_kv_buffer(layer, write_loc, k, v)
+            pool.gather_kv(layer, write_loc)
+            plan.for_layer(layer)
+    assert seen == ["translate_loc", *["build_read"] * 3]
 
 
 def counted(kernels: dict[str, Any], name: str, launches: Counter[str]) -> None:

@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import scaled_dot_product_attention
 
 from portakv import HybridKVPool, LayerSpec
+from portakv import device as devices
 
 WINDOW = 8
 HEADS = [LayerSpec(None, 2, 16, 24), LayerSpec(WINDOW, 2, 16, 24)]
@@ -123,6 +124,27 @@ def test_locations_of_captured_graphs_are_filled_in_the_step(make_pool):
         assert same_bytes(*pools)
         assert graphs[0].loc.tolist() == graphs[1].loc.tolist() != [0] * 4
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["made", "filled"])
+def test_a_read_plan_is_traced_with_lengths_on_a_device_only(make_pool, monkeypatch, fixed):
+    torch._dynamo.reset()
+    pool = make_pool(HEADS, **SIZES)
+    table = pool.allocator.alloc(12)[None].to(pool.device)
+    rows, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([11])
+    plan = pool.graph_read_plan(1, 12, consumer="triton") if fixed else None
+
+    def step(table, rows, lens):
+        return [x.indices + 0 for x in pool.plan_read(table, rows, lens, consumer="triton", out=plan).structures]
+
+    want = step(table, rows, lens)
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="plan_read looks at lengths that are on the host"):
+        compiled(table, rows, lens)
+    monkeypatch.setattr(devices, "shares_host_memory", lambda device: False)
+    for got, slots in zip(compiled(table, rows.to(pool.device), lens.to(pool.device)), want, strict=True):
+        assert torch.equal(got[: len(slots)], slots)
+        assert not got[len(slots) :].any()
 
 
 def buffers_of_a_cache(step, *args):
