@@ -251,6 +251,16 @@ def test_a_decode_shows_the_whole_window_to_every_consumer(device, kernels, cons
     assert plan.for_layer(1).lens.tolist()[:5] == [1, 4, 5, 5, 5]
 
 
+def test_buffers_fit_lengths_on_the_host(kernels):
+    """A sequence without queries takes no room among the query rows, however long it is."""
+    world = World([40, 3, 9], 4, torch.device("cpu"), kernels)
+    shapes = {Structure.RAGGED: (13,), Structure.PAGES: (3, 3), Structure.ROWS: (3, 9), Structure.QUERY_ROWS: (3, 9)}
+    for structure, shape in shapes.items():
+        lengths = torch.tensor(world.lengths if structure is Structure.QUERY_ROWS else [1, 3, 9])
+        plan = world.pool.plan_read(world.table, world.rows, lengths, torch.tensor([0, 1, 2]), structure=structure)
+        assert plan.structures[0].indices.shape == shape
+
+
 @pytest.mark.parametrize("consumer", ["flashmla", "deepseek_v4"])
 def test_columns_of_query_rows_are_a_multiple(device, kernels, consumer):
     world = World([3, 41, 70], 16, device, kernels)
