@@ -240,9 +240,10 @@ def disagreements(rank: int, world: int) -> None:
         ValueError, f"k, v: expected rows of layer {int(wrong)} from every rank, refused or of another on {odd}"
     ):
         cp_allgather_and_save_kv(pool, int(wrong), plan, k, v)
-    # Layers whose rows are of another width, and one that there is not.
-    with refused(ValueError, f"expected rows of layer {2 * wrong} from every rank, refused or of another on {odd}"):
-        cp_allgather_and_save_kv(pool, 2 * wrong, plan, *((wide, wide) if wrong else (k, v)))
+    # A layer whose rows are of another width, and one that there is not.
+    narrow = [x[: len(k)] for x in make_rows(4, TOKENS)]
+    with refused(ValueError, f"expected rows of layer {4 * wrong} from every rank, refused or of another on {odd}"):
+        cp_allgather_and_save_kv(pool, 4 * wrong, plan, *(narrow if wrong else (k, v)))
     for locations in (plan, write_loc):
         with refused(ValueError, "layer_id: expected 0 to 4, got 5" if wrong else rows):
             cp_allgather_and_save_kv(pool, 5 * wrong, locations, k, v)

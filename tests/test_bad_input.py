@@ -821,6 +821,12 @@ READ_PLANS: list[Bad] = [
         "seq_lens: expected a tensor on the host or on .*, got meta",
     ),
     ("past the table", lambda w: w.read(seq=(17, 9)), ValueError, r"seq_lens.0.: expected at most 16 tokens, got 17"),
+    (
+        "past the table, whatever max_len",
+        lambda w: w.read(seq=(17, 9), max_len=99),
+        ValueError,
+        r"seq_lens.0.: .*got 17",
+    ),
     ("past max_len", lambda w: w.read(max_len=8), ValueError, r"seq_lens.0.: expected at most 8 tokens, got 16"),
     ("negative length", lambda w: w.read(seq=(3, -1)), ValueError, r"seq_lens.1.: expected at least 0, got -1"),
     (
