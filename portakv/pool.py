@@ -311,8 +311,8 @@ class HybridKVPool:
         """Set what a quantised layer's stored numbers are multiplied with when read; stores divide by it.
 
         A float, a tensor of one element, or one of H per KV head; `None` is 1. Values are copied, in place, so captured
-        graphs see them. Unquantised pools check them and make no use of them. Raises `ValueError` unless every scale
-        and its float32 reciprocal are finite and positive.
+        graphs see them. Unquantised pools and FlashMLA's, whose blocks have scales of their own, check them and make no
+        use of them. Raises `ValueError` unless every scale and its float32 reciprocal are finite and positive.
         """
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:

@@ -219,7 +219,17 @@ def test_flashmla_pages_are_gathered_moved_and_copied(make: Any, layout: str) ->
     other.move_kv_cache(there.loc, there.loc[order.to(there.loc.device)])
     ours, his = (x.flatten(1)[1:3].cpu() for x in (pages, copied))  # the same pages: nothing but the bytes may differ
     assert torch.equal(ours, his)
+    pool.move_kv_cache(torch.tensor([1, 3]), loc[:2])  # into the reserved page
     pool.check_integrity()
+
+
+def test_a_tag_names_the_page_where_the_bytes_of_a_token_lie_apart() -> None:
+    tags = {layout: {KVFormat(1, 448, 64, torch.bfloat16, page, layout).tag for page in (32, 64)} for layout in Layout}
+    assert {layout for layout, each in tags.items() if len(each) > 1} == {
+        Layout.FLASHMLA,
+        Layout.CPU_AMX,
+        Layout.CPU_VEC,
+    }
 
 
 def test_flashmla_is_described_in_pages() -> None:

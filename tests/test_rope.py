@@ -171,6 +171,24 @@ def test_a_token_without_an_angle_is_skipped_and_counted(make: Any, kind: str) -
         assert each.faults()["store_kv"] == 2
 
 
+@pytest.mark.parametrize("kind", ["rows", "mla", "flashmla"])
+def test_a_traced_store_rotates_too(make: Any, kind: str) -> None:
+    """What is rotated is made inside the graph, in front of the store."""
+    pool, eager = make(kind, check=False), make(kind, check=False)
+    write_loc, k, v = (x.to(pool.device) if isinstance(x, torch.Tensor) else x for x in batch(pool))
+    table, positions = angles(8).to(pool.device), torch.arange(TOKENS, device=pool.device)
+
+    def step(each: HybridKVPool, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        each.set_kv_buffer(0, write_loc, k * 2, v * 2, Rope(table, positions + 1, True))
+        return each.get_kv_buffer(0)[0].view(torch.uint8).sum()
+
+    traced = torch.compile(lambda *args: step(pool, *args), fullgraph=True, backend="aot_eager")
+    assert traced(k, v, positions) == step(eager, k, v, positions)
+    for mine, his in zip(pool.groups[0].buffers, eager.groups[0].buffers, strict=True):
+        assert torch.equal(mine, his)
+        assert mine.any()
+
+
 TABLE, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
 
 
