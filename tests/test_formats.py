@@ -14,6 +14,7 @@ import torch
 
 from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch
 from portakv import device as devices
+from portakv.errors import IntegrityError
 from portakv.formats import KVFormat, Layout
 from portakv.layers import require_heads
 
@@ -220,6 +221,29 @@ def test_flashmla_pages_are_gathered_moved_and_copied(make: Any, layout: str) ->
     ours, his = (x.flatten(1)[1:3].cpu() for x in (pages, copied))  # the same pages: nothing but the bytes may differ
     assert torch.equal(ours, his)
     pool.move_kv_cache(torch.tensor([1, 3]), loc[:2])  # into the reserved page
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "dtype"),
+    [
+        ("rows", [HEADS, MLA_FULL], torch.bfloat16),
+        ("cpu_vec", [LayerSpec(None, 2, 16), LayerSpec(6, 2, 16, 32)], torch.bfloat16),
+        ("flashmla", [V4], torch.float8_e4m3fn),
+        ("flashmla_v32", [V32], torch.float8_e4m3fn),
+    ],
+)
+def test_the_whole_reserved_page_of_every_buffer_is_watched(
+    layout: str, layers: list[LayerSpec], dtype: torch.dtype
+) -> None:
+    pool = HybridKVPool(layers, size=64, swa_size=64, page_size=32, dtype=dtype, layout=layout, device="cpu")
+    for group in pool.groups:
+        for buffer in group.buffers:
+            last = buffer[-1, 32 // group.fmt.item_slots - 1]
+            last[-1] = 1
+            with pytest.raises(IntegrityError, match="a reserved row of layers"):
+                pool.check_integrity()
+            last[-1] = 0
     pool.check_integrity()
 
 
