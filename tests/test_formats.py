@@ -247,6 +247,13 @@ def test_the_whole_reserved_page_of_every_buffer_is_watched(
     pool.check_integrity()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2])
+def test_flashmla_has_one_dialect(dtype: torch.dtype) -> None:
+    for layout, spec in FLASHMLA.items():
+        with pytest.raises(ValueError, match=f"layout: .* got {dtype} instead of torch.float8_e4m3fn in layer 0"):
+            HybridKVPool([spec], size=64, dtype=dtype, layout=layout, device="cpu")
+
+
 def test_a_tag_names_the_page_where_the_bytes_of_a_token_lie_apart() -> None:
     tags = {layout: {KVFormat(1, 448, 64, torch.bfloat16, page, layout).tag for page in (32, 64)} for layout in Layout}
     assert {layout for layout, each in tags.items() if len(each) > 1} == {
