@@ -219,6 +219,7 @@ def test_what_is_no_rope(arguments: tuple[Any, ...], error: type[Exception], mes
         (Rope(torch.zeros(10, 18), TEN), ValueError, "rope.cos_sin_cache: expected at most 16 dims, got 18"),
         (Rope(TABLE.half(), TEN), TypeError, "rope.cos_sin_cache: expected torch.float32 or torch.bfloat16 as k"),
         (Rope(TABLE, TEN[1:]), ValueError, "rope.positions: expected 9, one per token, got 8"),
+        (Rope(TABLE, torch.arange(10)), ValueError, "rope.positions: expected 9, one per token, got 10"),
         (Rope(TABLE.to("meta"), TEN), ValueError, "rope.cos_sin_cache: expected a tensor on cpu, got meta"),
     ],
 )
@@ -247,4 +248,15 @@ def test_rows_are_refused_whichever_of_both_stores_checks_them(kind: str, checki
         for short in (v[:-1], v[..., :-1], v.float()):
             with pytest.raises((TypeError, ValueError), match=r"^v: expected"):
                 pool.set_kv_buffer(0, write_loc, k, short, rope)
+    assert not any(buffer.any() for group in pool.groups for buffer in group.buffers)
+
+
+@pytest.mark.parametrize("kind", ["mla", "flashmla"])
+def test_angles_past_the_rope_part_are_refused(make: Any, kind: str) -> None:
+    pool = make(kind, check=False)
+    write_loc, k, v = (x.to(pool.device) if isinstance(x, torch.Tensor) else x for x in batch(pool))
+    dims = v.shape[-1]
+    rope = Rope(angles(dims + 2).to(pool.device), torch.arange(TOKENS, device=pool.device))
+    with pytest.raises(ValueError, match=f"rope.cos_sin_cache: expected at most {dims} dims, got {dims + 2}"):
+        pool.set_kv_buffer(0, write_loc, k, v, rope)
     assert not any(buffer.any() for group in pool.groups for buffer in group.buffers)
