@@ -159,6 +159,9 @@ def test_a_token_without_an_angle_is_skipped_and_counted(make: Any, kind: str) -
             with pytest.raises(ValueError, match=rf"rope.positions\[2\]: expected 0 to 49, got {POSITIONS}"):
                 each.set_kv_buffer(0, write_loc, k, v, Rope(table, positions))
             assert not any(x.any() for x in each.get_kv_buffer(0))
+            padded = write_loc.loc.clone()
+            padded[2], padded[5] = 0, -1
+            each.set_kv_buffer(0, type(write_loc)(padded, write_loc.swa_loc), k, v, Rope(table, positions))
             continue
         each.set_kv_buffer(0, write_loc, k, v, Rope(table, positions))
         out, _ = each.gather_kv(0, write_loc)

@@ -198,6 +198,8 @@ def test_asks_only_for_listed_variants() -> None:
             ones, faults = torch.ones(fmt.num_kv_heads), torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
             kernels.store_kv(k, v, *caches, loc, ones, ones, faults, fmt)
             kernels.gather_kv(*caches, loc, k, v, ones, ones, faults, fmt)
+            rope = torch.zeros(1, 8, dtype=(dtype, torch.float32)[i // 6 % 2]), torch.zeros_like(loc), False
+            kernels.store_kv_rope(k, v, *caches, loc, ones, ones, *rope, faults, fmt)
     asked = kernels.LAUNCHER.variants - before
     assert len(asked) > 8
     assert asked <= set(list_variants(formats))
