@@ -75,7 +75,7 @@ class Batch:
 
     def pages(self, swa: bool) -> Tensor:
         _, positions, mask = self.spans(swa, PAGE)
-        slots = self.table[self.rows[:, None], positions]
+        slots = self.table[self.rows[:, None], positions] if swa else self.table[:, : self.tokens : PAGE][self.rows]
         return torch.where(mask, (self.mapping[slots] if swa else slots) // PAGE, 0).int()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
-from portakv.arrays import Ints, as_int, require
+from portakv.arrays import Ints, as_int, greatest, require
 from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
 from portakv.errors import SlotFault
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
@@ -68,22 +69,22 @@ class ReadPlan:
         return self.structures[at]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """A forward's requests: `columns` are rows, seq_lens, extra_lens and query_lens on the device; `end`, the tokens of
-    each sequence, and `queries` are on the host, or unknown and within the bounds."""
+    """A forward's requests: `columns` are rows, seq_lens, extra_lens and query_lens on the device. `end`, the tokens of
+    each sequence, and `queries` (None: one each) are on the host; without `end` only the bounds are known."""
 
     size: int
     columns: list[Tensor | None]
     end: Ints | None
     queries: Ints | None
-    max_len: int
+    max_len: int  # the greatest `end`, where that is known
     max_query_len: int
 
     def shape(self, fmt: ReadFormat, column_multiple: int) -> tuple[int, ...]:
         """What `indices` of a structure must hold: `(N,)`, or `(rows, columns)`."""
         page, reach = fmt.page_size, self.max_len if fmt.window is None else fmt.window - 1
-        if self.end is None or self.queries is None:
+        if self.end is None:
             span = min(self.max_len, reach + (0 if fmt.prefix_only else self.max_query_len))
             rows = self.size
             if fmt.structure is RAGGED:
@@ -94,19 +95,25 @@ class _Batch:
             if fmt.structure is ROWS:
                 return rows, span
             rows, columns = rows * self.max_query_len, min(self.max_len, reach + 1)
+        elif fmt.structure is QUERY_ROWS:
+            rows, longest = self.size, self.max_len
+            if self.queries is not None:
+                rows, longest = int(self.queries.sum()), greatest(np.where(self.queries > 0, self.end, 0))
+            columns = min(longest, reach + 1)
         else:
-            first = np.maximum(self.end - self.queries, 0)
-            stop = first if fmt.prefix_only else self.end
-            begin = np.maximum(first - reach, 0)
+            queries = 1 if self.queries is None else self.queries
+            tokens = stop = np.maximum(self.end - queries, 0) if fmt.prefix_only else self.end
+            if self.max_len > reach:
+                begin = np.maximum(self.end - (queries + reach), 0)
+                if fmt.structure is PAGES:
+                    pages = (stop + (page - 1)) // page - begin // page
+                    # Only a window of 1 can name nothing and not begin at 0.
+                    return self.size, greatest(pages if reach else np.where(begin < stop, pages, 0))
+                tokens = stop - begin
             if fmt.structure is RAGGED:
-                return (int((stop - begin).sum()),)
-            if fmt.structure is PAGES:
-                pages = np.where(begin < stop, -(-stop // page) - begin // page, 0)
-                return self.size, int(pages.max(initial=0))
-            if fmt.structure is ROWS:
-                return self.size, int((stop - begin).max(initial=0))
-            longest = np.where(self.queries > 0, self.end, 0).max(initial=0)
-            rows, columns = int(self.queries.sum()), min(int(longest), reach + 1)
+                return (int(tokens.sum()),)
+            longest = self.max_len if tokens is self.end else greatest(tokens)
+            return self.size, longest if fmt.structure is ROWS else -(-longest // page)
         return rows, -(-columns // column_multiple) * column_multiple
 
 
@@ -127,6 +134,10 @@ class ReadPlanner:
         self._caches = tuple(cache for layer in stored.values() for cache in layer.readable)
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
         self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
+        self._num_slots = mapping.shape[0] - 1
+        # `torch.empty` takes twice as long to read its arguments.
+        self._like = {dtype: faults.new_empty(0, dtype=dtype) for dtype in INDEX_DTYPES}
+        self._in_place = [{(dtype, self._device)} for dtype in INDEX_DTYPES]
 
     def plan(
         self,
@@ -146,11 +157,10 @@ class ReadPlanner:
             raise TypeError(f"out: expected a ReadPlan, got {type(out).__name__}")
         if out is not None and out._planner is not self:
             raise ValueError("out: expected a plan of this pool, got one of another pool")
-        default = "flashattention" if out is None else out.style
-        style = read_style(default if choice[0] is None else choice[0], *choice[1:])
+        style, formats = self._choose(choice, prefix_only, out)
         if out is None:
             self._check_style(style)
-        elif style != out.style:
+        elif style is not out.style and style != out.style:
             raise ValueError(f"out: expected a plan of {style}, got one of {out.style}")
         table = _ints("req_to_token", table)
         if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
@@ -168,32 +178,30 @@ class ReadPlanner:
             max_query_len = as_int("max_query_len", max_query_len, 0)
         batch = self._batch(table, columns, max_len, max_query_len, check)
 
-        formats = [self._format(style, key, prefix_only) for key in self.keys]
         shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
         if out is not None:
             _check_room(out, batch, shapes)
-        plan = self._empty(style, formats, shapes, batch.size) if out is None else out
-        for read, fmt in zip(plan.structures, formats, strict=True):
-            if batch.size == 0 and out is None:  # an idle rank launches nothing
+        plan = self._new_plan(style, formats, shapes, batch.size) if out is None else out
+        if batch.size == 0 and out is None:  # an idle rank launches nothing
+            for read in plan.structures:
                 if read.indptr is not None:
                     read.indptr.zero_()
-                continue
+            return plan
+        build_read, faults, num_slots = self._kernel("build_read"), self._faults, self._num_slots
+        for read, fmt in zip(plan.structures, formats, strict=True):
             mapping = self._mapping if read.side == "swa" else None
             results = (read.indices, read.indptr, read.lens, read.starts)
-            self._kernel("build_read")(
-                mapping, table, *batch.columns, *results, self._faults, self._mapping.shape[0] - 1, fmt
-            )
+            build_read(mapping, table, *batch.columns, *results, faults, num_slots, fmt)
         return plan
 
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
     def graph_plan(self, choice: Choice, max_reqs: int, max_len: int, max_query_len: int) -> ReadPlan:
         """The body of `pool.graph_read_plan`."""
-        style = read_style("flashattention" if choice[0] is None else choice[0], *choice[1:])
+        style, formats = self._choose(choice, prefix_only=False)
         self._check_style(style)
         bounds = (as_int("max_len", max_len, 1), as_int("max_query_len", max_query_len, 1))
         batch = _Batch(as_int("max_reqs", max_reqs, 1), [], None, None, *bounds)
-        formats = [self._format(style, key, prefix_only=False) for key in self.keys]
-        plan = self._empty(style, formats, [batch.shape(fmt, style.column_multiple) for fmt in formats], max_reqs)
+        plan = self._new_plan(style, formats, [batch.shape(fmt, style.column_multiple) for fmt in formats], max_reqs)
         for read in plan.structures:
             read.indices.fill_(style.pad)
             for lengths in (read.indptr, read.lens, read.starts):
@@ -201,22 +209,30 @@ class ReadPlanner:
                     lengths.zero_()
         return plan
 
-    def _format(self, style: ReadStyle, key: Key, prefix_only: bool) -> ReadFormat:
-        structure = style.full if key[1] is None else style.window
-        return ReadFormat(structure, key[1], self._page_size, style.pad, prefix_only)
+    def _choose(
+        self, choice: Choice, prefix_only: bool, out: ReadPlan | None = None
+    ) -> tuple[ReadStyle, tuple[ReadFormat, ...]]:
+        """The style that a choice comes to, and what the structures of each key then name."""
+        consumer, *rest = choice
+        if consumer is None:
+            consumer = "flashattention" if out is None else out.style
+        if not is_dynamo_compiling():
+            with suppress(TypeError):  # what has no hash is refused, in words, below
+                return _style_of(consumer, *rest, prefix_only, self.keys, self._page_size)
+        return _style_of.__wrapped__(consumer, *rest, prefix_only, self.keys, self._page_size)
 
-    def _empty(
+    def _new_plan(
         self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
     ) -> ReadPlan:
-        empty = functools.partial(torch.empty, dtype=style.index_dtype, device=self._device)
-        structures = []
+        like, structures = self._like[style.index_dtype], []
         for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
-            if fmt.structure is RAGGED and shape[0] > torch.iinfo(style.index_dtype).max:
-                raise ValueError(f"index_dtype: expected torch.int64 for {shape[0]} indices, got {style.index_dtype}")
-            rows = size if fmt.structure is RAGGED else shape[0]
-            indptr = empty(rows + 1) if fmt.structure is RAGGED else None
-            lens, starts = empty((2, rows)).unbind()
-            structures.append(ReadIndices(fmt.structure, side, window, empty(shape), indptr, lens, starts))
+            rows, indptr = shape[0], None
+            if fmt.structure is RAGGED:
+                if rows > torch.iinfo(style.index_dtype).max:
+                    raise ValueError(f"index_dtype: expected torch.int64 for {rows} indices, got {style.index_dtype}")
+                rows, indptr = size, like.new_empty(size + 1)
+            lengths = (indptr, like.new_empty(rows), like.new_empty(rows))
+            structures.append(ReadIndices(fmt.structure, side, window, like.new_empty(shape), *lengths))
         return ReadPlan(style, tuple(structures), self)
 
     def _check_style(self, style: ReadStyle) -> None:
@@ -232,22 +248,30 @@ class ReadPlanner:
     ) -> _Batch:
         """The batch as the op takes it. Raises for what is wrong in shape, dtype or device, or is known on the host."""
         size = self._check_columns(columns)
-        on_cpu = devices.shares_host_memory(self._device)
-        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
-        ints = {name: x for name, x in columns.items() if isinstance(x, int)}
-        if is_dynamo_compiling() and any(devices.shares_host_memory(x.device) for x in tensors.values()):
+        on_host = {name: devices.shares_host_memory(x.device) for name, x in columns.items() if isinstance(x, Tensor)}
+        if is_dynamo_compiling() and any(on_host.values()):
             reason = "plan_read looks at lengths that are on the host: plan outside of what is compiled"
             torch._dynamo.graph_break(msg=reason)
-        known: dict[str, Ints] = {name: np.full(size, x) for name, x in ints.items()}
-        for name, x in tensors.items():
-            if check or devices.shares_host_memory(x.device):
-                known[name] = x.cpu().numpy().astype(np.int64, copy=False)
-        end, queries = _check_values(known, columns, table.shape[0], max_len, max_query_len)
+        known: dict[str, Ints] = {}
+        for name, x in columns.items():
+            if isinstance(x, int):
+                known[name] = np.full(size, x)
+            elif x is not None and (on_host[name] or check):
+                known[name] = (x if on_host[name] else x.cpu()).numpy().astype(np.int64, copy=False)
+        end, queries, most = _check_values(known, columns, table.shape[0], max_len, max_query_len)
         if check and end is not None:
-            _check_slots(table, known["req_rows"], end, self._mapping.shape[0] - 1)
+            _check_slots(table, known["req_rows"], end, self._num_slots)
+        return _Batch(size, self._place(columns, known, size), end, queries, most, max_query_len)
 
+    def _place(self, columns: dict[str, Lengths], known: dict[str, Ints], size: int) -> list[Tensor | None]:
+        """The columns as tensors of one dtype on the device; what comes from the host comes in one copy."""
+        kinds = {(x.dtype, x.device) if isinstance(x, Tensor) else None for x in columns.values() if x is not None}
+        if kinds in self._in_place:
+            return list(columns.values())  # type: ignore[arg-type]  # no int is among them
+        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
         there = {name: x for name, x in tensors.items() if x.device == self._device}
         dtypes = {x.dtype for x in there.values()}
+        on_cpu = devices.shares_host_memory(self._device)
         if len(dtypes) > 1:
             if not on_cpu:
                 got = {name: str(x.dtype) for name, x in there.items()}
@@ -260,8 +284,10 @@ class ReadPlanner:
                 raise ValueError(f"{away[0]}: expected a tensor on {self._device} while a graph is captured")
             packed = torch.from_numpy(np.stack([known[name] for name in away])).to(dtype)
             there |= dict(zip(away, packed if on_cpu else devices.upload(packed, self._device), strict=True))
-        there |= {name: torch.full((size,), x, dtype=dtype, device=self._device) for name, x in ints.items()}
-        return _Batch(size, [there.get(name) for name in columns], end, queries, max_len, max_query_len)
+        for name, x in columns.items():
+            if isinstance(x, int):
+                there[name] = torch.full((size,), x, dtype=dtype, device=self._device)
+        return [there.get(name) for name in columns]
 
     def _check_columns(self, columns: dict[str, Lengths]) -> int:
         """Returns the number of requests."""
@@ -279,6 +305,21 @@ class ReadPlanner:
         return size
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def _style_of(
+    consumer: str | ReadStyle,
+    structure: Structure | str | None,
+    index_dtype: torch.dtype | None,
+    pad: int | None,
+    prefix_only: bool,
+    keys: tuple[Key, ...],
+    page_size: int,
+) -> tuple[ReadStyle, tuple[ReadFormat, ...]]:
+    style = read_style(consumer, structure, index_dtype, pad)
+    structures = [(style.full if window is None else style.window, window) for _, window in keys]
+    return style, tuple(ReadFormat(*each, page_size, style.pad, prefix_only) for each in structures)
+
+
 def _ints(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -288,24 +329,34 @@ def _ints(name: str, x: object) -> Tensor:
 
 def _check_values(
     known: dict[str, Ints], columns: dict[str, Lengths], num_rows: int, max_len: int, max_query_len: int
-) -> tuple[Ints | None, Ints | None]:
-    """Raise `ValueError` for what is known to be wrong. Returns the tokens and queries of each sequence, if known."""
+) -> tuple[Ints | None, Ints | None, int]:
+    """Raise `ValueError` for what is known to be wrong. Returns the tokens and queries of each sequence, if known, and
+    the most tokens that one can have."""
+    # A negative number is a large one without its sign.
+    top = {name: greatest(values.view(np.uint64)) for name, values in known.items()}
     for name, values in known.items():
-        require(values >= 0, name, "at least 0", values)
-    if (rows := known.get("req_rows")) is not None:
+        if top[name] >= 2**63:
+            require(values >= 0, name, "at least 0", values)
+    if top.get("req_rows", -1) >= num_rows:
+        rows = known["req_rows"]
         require(rows < num_rows, "req_rows", f"a row of req_to_token, below {num_rows}", rows)
-    end, queries = None, known.get("query_lens")
-    if all(columns[name] is None or name in known for name in ("seq_lens", "extra_lens", "query_lens")):
-        seq, extra = known["seq_lens"], known.get("extra_lens", np.int64(0))
-        what = "seq_lens" if columns["extra_lens"] is None else "seq_lens + extra_lens"
-        end = seq + extra  # where this wraps around, a summand is past the end
-        require((seq <= max_len) & (extra <= max_len) & (end <= max_len), what, f"at most {max_len} tokens", end)
-        if queries is None:
-            return end, np.ones_like(end)  # a request without tokens keeps its place among the query rows
-        require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
+    end, queries, longest = None, known.get("query_lens"), max_len
+    lengths = [x for name, x in columns.items() if x is not None and name != "req_rows"]
+    if len(lengths) == len(known) - ("req_rows" in known):
+        end, extra, longest = known["seq_lens"], known.get("extra_lens"), top["seq_lens"]
+        if extra is None:
+            if longest > max_len:
+                require(end <= max_len, "seq_lens", f"at most {max_len} tokens", end)
+        else:
+            good = (end <= max_len) & (extra <= max_len)
+            end = end + extra  # where this wraps around, a summand is past the end
+            require(good & (end <= max_len), "seq_lens + extra_lens", f"at most {max_len} tokens", end)
+            longest = greatest(end)
+        if queries is not None:
+            require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
     if queries is not None:
         require(queries <= max_query_len, "query_lens", f"at most max_query_len, {max_query_len}", queries)
-    return end, queries
+    return end, queries, longest
 
 
 def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:
