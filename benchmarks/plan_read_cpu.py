@@ -74,9 +74,11 @@ class Batch:
         return torch.where(mask, self.mapping[self.table[self.rows[:, None], positions]], 0).int()
 
     def pages(self, swa: bool) -> Tensor:
+        if not swa:
+            mask = torch.arange(0, self.tokens, PAGE) < self.seq_lens[:, None]
+            return torch.where(mask, self.table[:, : self.tokens : PAGE][self.rows] // PAGE, 0)
         _, positions, mask = self.spans(swa, PAGE)
-        slots = self.table[self.rows[:, None], positions] if swa else self.table[:, : self.tokens : PAGE][self.rows]
-        return torch.where(mask, (self.mapping[slots] if swa else slots) // PAGE, 0).int()
+        return torch.where(mask, self.mapping[self.table[self.rows[:, None], positions]] // PAGE, 0).int()
 
 
 def measure(requests: int, tokens: int, rounds: int) -> list[dict[str, Any]]:

@@ -343,6 +343,32 @@ def test_styles_that_are_none(options, error, fragment):
         ReadStyle(**{"full": Structure.PAGES, "window": Structure.PAGES, **options})
 
 
+def test_a_pad_that_equals_one_of_before_is_refused_all_the_same():
+    world = World([3, 9], 4, torch.device("cpu"), None)
+    for pad, wrong in ((0, False), (-1, -1.0)):
+        ask(world, "decode", pad=pad)
+        with pytest.raises(ValueError, match=f"pad: expected 0 or -1, got {wrong}"):
+            ask(world, "decode", pad=wrong)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("structure", [Structure.RAGGED, Structure.PAGES, Structure.ROWS])
+def test_buffers_fit_what_is_named(structure, page):
+    """A window of 1 that leaves out the query's own key names nothing, wherever in a page it ends."""
+    for window, mode in itertools.product((None, 1, 5), MODES):
+        pool = HybridKVPool([LayerSpec(window, H, D)], size=64, page_size=page, device="cpu")
+        for lengths in ([41], [5, 6], [17, 3, 1], [0]):
+            n = torch.tensor(lengths)
+            q = torch.tensor([MODES[mode].queries(b, x) for b, x in enumerate(lengths)])
+            table, rows = torch.ones((1, 48), dtype=torch.int64), torch.zeros_like(n)
+            read = pool.plan_read(
+                table, rows, **MODES[mode].arguments(n, q.minimum(n)), structure=structure
+            ).structures[0]
+            named = int(read.lens.sum() if structure is Structure.RAGGED else read.lens.max())
+            assert read.indices.shape[-1] == (-(-named // page) if structure is Structure.PAGES else named)
+        assert not any(pool.faults().values())
+
+
 # Consumers from torch itself.
 
 
