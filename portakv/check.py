@@ -19,7 +19,7 @@ from portakv import device as devices
 from portakv import dispatch, testing
 from portakv.buffers import Mismatch
 from portakv.errors import NoKernel
-from portakv.formats import PAD, KVFormat
+from portakv.formats import PAD, SLOT_OPS, KVFormat
 from portakv.kernels import reference
 from portakv.layers import LayerSpec
 from portakv.pool import HybridKVPool
@@ -151,6 +151,7 @@ class GraphStores:
     tokens are NaN. Whole buffers are compared with what the allocator's host mapping says should be there.
     """
 
+    OPS = (*SLOT_OPS, *KVFormat(2, 16, 8, torch.bfloat16).ops)
     SIZES = (4, 12)
     REPLAYS = 9
 
@@ -163,7 +164,7 @@ class GraphStores:
             page_size=page_size,
             dtype=dtype,
             device=device,
-            kernels={op: row for op, name in rows(device) if name == row and op in dispatch.TABLE},
+            kernels={op: row for op, name in rows(device) if name == row and op in self.OPS},
             # A replayed graph validates nothing, so checked mode must neither read back nor object.
             check=inside and has_graphs(device),
         )

@@ -56,14 +56,15 @@ def pool_layout(
     layout: str, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int, found: DeviceFacts
 ) -> Layout:
     """A layout by its name. "auto": on a CPU the packed pages that it multiplies fastest, if they hold every layer."""
-    allowed = ["auto", *(x.value for x in Layout)]
+    on_cpu = found.kind is DeviceKind.CPU
+    allowed = ["auto", *(x.value for x in Layout if on_cpu or not x.packed)]
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected one of {allowed}, got {layout!r}")
     if layout not in allowed:
-        raise ValueError(f"layout: expected one of {allowed}, got {layout!r}")
+        raise ValueError(f"layout: expected one of {allowed} on a device of kind {found.kind.value}, got {layout!r}")
     if layout != "auto":
         return Layout(layout)
-    choices = (Layout.CPU_AMX, Layout.CPU_VEC)["amx" not in found.features :] if found.kind is DeviceKind.CPU else ()
+    choices = (Layout.CPU_AMX, Layout.CPU_VEC)["amx" not in found.features :] if on_cpu else ()
     for choice in choices:
         shapes = ((spec, KVFormat(1, spec.head_dim, spec.v_dim, dtype, page_size, choice)) for spec in layers)
         if not any(fmt.problem(spec.mla) for spec, fmt in shapes):

@@ -30,6 +30,11 @@ class Layout(enum.Enum):
     CPU_AMX = "cpu_amx"  # pages of pairs in tiles, for AMX
     CPU_VEC = "cpu_vec"  # pages with K transposed, for vectors
 
+    @property
+    def packed(self) -> bool:
+        """Whether only the whole page of a head has a meaning to readers, which are CPUs, not a token's row."""
+        return self in (Layout.CPU_AMX, Layout.CPU_VEC)
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
@@ -129,7 +134,7 @@ class KVFormat:
     @property
     def rotated_dim(self) -> int:
         """The most dims that a store can rotate; 0 for a layout that takes no rope."""
-        if self.layout in (Layout.CPU_AMX, Layout.CPU_VEC):
+        if self.packed:
             return 0
         return self.v_head_dim if self.rotates_v else self.head_dim
 
@@ -142,8 +147,7 @@ class KVFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether only the whole page of a head has a meaning to readers, not a token's row."""
-        return self.layout in (Layout.CPU_AMX, Layout.CPU_VEC)
+        return self.layout.packed
 
     @property
     def raw(self) -> KVFormat:

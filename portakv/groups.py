@@ -14,7 +14,7 @@ from portakv import device as devices
 from portakv import dispatch, ops
 from portakv.allocator import HybridSlotAllocator
 from portakv.arrays import Ints
-from portakv.formats import FAULT_KINDS, KVFormat, Layout
+from portakv.formats import FAULT_KINDS, SLOT_OPS, KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
 
 Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
@@ -133,6 +133,14 @@ def plan_groups(
             raise ValueError(f"layout: expected layers that {layout.value!r} can hold, got {problem} in layer {i}")
         groups[side, fmt] = (*groups.get((side, fmt), ()), i)
     return groups
+
+
+def check_kernels(kernels: Mapping[str, str] | None, groups: Plan) -> None:
+    """Raise `ValueError` for an op, asked for by name, that no layer of `groups` needs: its row would never run."""
+    used = list(dict.fromkeys((*SLOT_OPS, *(op for _, fmt in groups for op in fmt.ops))))
+    for op in kernels or ():
+        if op not in used:
+            raise ValueError(f"kernels: expected ops that this pool runs, {used}, got {op!r}")
 
 
 def name_rows(selections: Iterable[Mapping[str, dispatch.Selection]]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
 from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, INDEX_DTYPES, SLOT_OPS, Structure
-from portakv.groups import Layer, allocate_group, allocate_slots, fit_sizes, name_rows, plan_groups
+from portakv.groups import Layer, allocate_group, allocate_slots, check_kernels, fit_sizes, name_rows, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
@@ -34,9 +34,9 @@ class HybridKVPool:
     full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
     for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`, where "rows" holds MLA
     layers as "mla" rows, or "auto": on a CPU its packed pages if they hold every layer, else rows. `check` (or
-    `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device. `kernels` maps an op to the row
-    that must serve it; `strict` forbids automatic reference rows. `slots_of` attaches this pool to another one's slots,
-    as a draft model's beside its target's: one allocator and mapping, no smaller.
+    `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device. `kernels` maps ops that this
+    pool runs to the rows that must serve them; `strict` forbids automatic reference rows. `slots_of` attaches this pool
+    to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
 
     Raises `TypeError` and `ValueError` for arguments that make no pool, or one that could never serve one request,
     `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
@@ -73,6 +73,7 @@ class HybridKVPool:
         common = dispatch.select_all(found, kernels, strict, dict.fromkeys(SLOT_OPS))
         rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1].ops, rows[key[0]]) for key in groups}
+        check_kernels(kernels, groups)
         self.kernels = name_rows((common, *chosen.values()))
         self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
         # Held by others too: a bound method would keep a dropped pool's memory until the garbage collector runs.

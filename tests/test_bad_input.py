@@ -27,11 +27,12 @@ from portakv import (
     dispatch,
 )
 from portakv import device as devices
-from portakv.dispatch import TABLE
+from portakv.formats import SLOT_OPS, KVFormat
 
 PAGE, SIZE, SWA = 4, 32, 24
 ROWS = SIZE + PAGE
 H, D, DV, T = 2, 16, 24, 4
+OPS = (*SLOT_OPS, *KVFormat(H, D, DV, torch.float8_e4m3fn).ops)
 LAYERS = [LayerSpec(None, H, D, DV), LayerSpec(8, H, D, DV), LayerSpec(8, H, D, DV, alias_of=1)]
 
 Bad = tuple[str, Callable[["World"], Any], type[Exception] | tuple[type[Exception], ...], str]
@@ -100,7 +101,7 @@ def make_world(device: torch.device, kernels: dict[str, str] | None, check: bool
 
 @pytest.fixture(params=rows_here())
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> dict[str, str] | None:
-    return dict.fromkeys(TABLE, request.param) if device.type == "cpu" else None
+    return dict.fromkeys(OPS, request.param) if device.type == "cpu" else None
 
 
 @pytest.fixture

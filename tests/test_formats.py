@@ -29,12 +29,13 @@ def rows_here() -> list[str]:
 
 
 @pytest.fixture(params=rows_here())
-def make(request: pytest.FixtureRequest, device: torch.device) -> Any:
+def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(layers, …)`: a small pool on each row that serves here."""
-    kernels = dict.fromkeys(dispatch.TABLE, request.param) if device.type == "cpu" else None
+    if device.type == "cpu":
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.TABLE))
 
     def pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
-        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True, "kernels": kernels} | options
+        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True} | options
         return HybridKVPool(layers, device=device, **options)
 
     return pool

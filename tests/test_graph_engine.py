@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portakv import GraphWriteLoc, HybridKVPool, KVWriteLoc, dispatch
+from portakv import GraphWriteLoc, HybridKVPool, KVWriteLoc
+from portakv.formats import SLOT_OPS, KVFormat
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "graph_engine.py"
 
@@ -69,7 +70,8 @@ def test_nothing_but_tensors_reaches_a_graph(
 ) -> None:
     """Replayed without a line of its Python, the engine still makes the same tokens: addresses hold, and nothing that
     changes between rounds was read on the host."""
-    kernels = dict.fromkeys(dispatch.TABLE, "reference")  # whose launches are torch ops
+    ops = (*SLOT_OPS, *KVFormat(1, 8, 8, torch.bfloat16).ops)
+    kernels = dict.fromkeys(ops, "reference")  # whose launches are torch ops
     monkeypatch.setattr(example, "POOL", example.POOL | {"kernels": kernels})
     monkeypatch.setattr(example, "capture", record)
     assert example.main() == 0, capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch, testing
 from portakv.checks import pool_layout
 from portakv.device import DeviceFacts, DeviceKind
-from portakv.formats import FAULT_KINDS, FP8_DIALECTS, KVFormat, Layout
+from portakv.formats import FAULT_KINDS, FP8_DIALECTS, SLOT_OPS, KVFormat, Layout
 from portakv.kernels import cpu_amx, reference, reference_packed
 
 if problem := cpu_amx.build_problem():
@@ -146,7 +146,7 @@ CHOICES = [(layout, dtype) for layout, dtypes in DTYPES.items() for dtype in dty
 
 
 def make(layout: str, dtype: torch.dtype = BF16, row: str = "native", **options: Any) -> HybridKVPool:
-    kernels = dict.fromkeys(dispatch.TABLE, row)
+    kernels = dict.fromkeys((*SLOT_OPS, *KVFormat(2, 64, 32, dtype, 32, Layout(layout)).ops), row)
     options = {"size": 256, "swa_size": 192, "page_size": 32, "kernels": kernels, "check": True} | options
     return HybridKVPool(LAYERS, dtype=dtype, layout=layout, device="cpu", **options)
 
@@ -236,14 +236,27 @@ def test_what_is_no_page_size(layout: str, page_size: Any) -> None:
             build()
 
 
+@pytest.mark.parametrize("layout", [x.value for x in Layout if x.packed])
+def test_other_devices_do_not_pack(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """meta stands for any device without kernels of its own."""
+    for kind in set(DeviceKind) - {DeviceKind.CPU}:
+        with pytest.raises(
+            ValueError, match=f"layout: expected one of .*on a device of kind {kind.value}, got '{layout}'"
+        ):
+            pool_layout(layout, [HEADS], BF16, 32, DeviceFacts(kind, "any"))
+    monkeypatch.setattr("portakv.device.zeros", lambda *_: pytest.fail("allocated"))
+    for build in (
+        lambda: HybridKVPool([HEADS], size=64, page_size=32, layout=layout, device="meta"),
+        lambda: HybridKVPool.fit([HEADS], 2**20, page_size=32, layout=layout, device="meta"),
+    ):
+        with pytest.raises(ValueError, match=r"layout: expected one of .*'flashmla', .* of kind other, got"):
+            build()
+
+
 def test_no_gpu_kernel_packs() -> None:
     fmt = KVFormat(2, 64, 64, BF16, 32, Layout.CPU_VEC)
-    gpu = DeviceFacts(DeviceKind.CUDA, "sm_90")
-    assert dispatch.select("store_kv_packed", gpu, dispatch.Request(fmt)).row.name == "reference"
-    with pytest.raises(NoKernel, match="strict"):
-        dispatch.select("store_kv_packed", gpu, dispatch.Request(fmt, strict=True))
     with pytest.raises(NoKernel, match="cannot store layout 'cpu_vec'"):
-        dispatch.select("store_kv", gpu, dispatch.Request(fmt))
+        dispatch.select("store_kv", DeviceFacts(DeviceKind.CUDA, "sm_90"), dispatch.Request(fmt))
 
 
 HEADS, ODD, MLA = LayerSpec(None, 2, 64), LayerSpec(None, 2, 80), LayerSpec(None, 1, 512, 64, mla=True)
@@ -258,7 +271,7 @@ HEADS, ODD, MLA = LayerSpec(None, 2, 64), LayerSpec(None, 2, 80), LayerSpec(None
         (DeviceKind.CPU, {"avx2"}, [HEADS], BF16, 32, Layout.CPU_VEC),
         (DeviceKind.CPU, {"avx2"}, [HEADS], BF16, 16, Layout.ROWS),
         (DeviceKind.CPU, set(), [HEADS, MLA], BF16, 32, Layout.ROWS),
-        (DeviceKind.CUDA, set(), [HEADS], BF16, 32, Layout.ROWS),
+        *((kind, set(), [HEADS], BF16, 32, Layout.ROWS) for kind in DeviceKind if kind is not DeviceKind.CPU),
     ],
 )
 def test_auto_takes_what_the_cpu_has(

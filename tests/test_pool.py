@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -380,6 +382,37 @@ def test_kernels_names_what_serves_the_pools_own_format(monkeypatch: pytest.Monk
     monkeypatch.setitem(dispatch.TABLE, "store_kv", column)
     for dtype, name in ((torch.bfloat16, "picky"), (torch.float8_e5m2, "reference")):
         assert HybridKVPool([FULL], size=8, dtype=dtype, device="cpu").kernels["store_kv"] == name
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "unused"),
+    [
+        ("rows", {}, "store_kv_packed"),
+        ("rows", {}, "gather_kv_flashmla"),
+        ("cpu_vec", {}, "store_kv"),
+        ("cpu_amx", {}, "move_kv"),
+        ("cpu_amx", {}, "store_kv_rope"),
+        ("flashmla", {"dtype": torch.float8_e4m3fn}, "store_kv_rope"),
+        ("flashmla", {"dtype": torch.float8_e4m3fn}, "gather_kv_packed"),
+    ],
+)
+def test_rows_of_ops_that_a_pool_does_not_run_are_refused(
+    layout: str, options: dict[str, Any], unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the process they are a preference."""
+    layer = LayerSpec(None, 1, 448, 64, mla=True) if layout == "flashmla" else LayerSpec(None, 2, 64)
+    build = functools.partial(HybridKVPool, [layer], size=64, page_size=32, layout=layout, device="cpu", **options)
+    pool = build(kernels={"translate_loc": "reference"})
+    assert dict.fromkeys(pool.kernels, "reference") == build(kernels=dict.fromkeys(pool.kernels, "reference")).kernels
+    assert unused not in pool.kernels
+    with monkeypatch.context() as patch:
+        patch.setattr("portakv.device.zeros", lambda *_: pytest.fail("allocated"))
+        with pytest.raises(
+            ValueError, match=f"kernels: expected ops that this pool runs, .*'build_read', .*'{unused}'"
+        ):
+            build(kernels={"translate_loc": "reference", unused: "reference"})
+    monkeypatch.setenv("PORTAKV_KERNELS", f"{unused}=reference")
+    assert build().kernels == build(kernels={}).kernels
 
 
 def test_a_cpu_pool_beside_another_device() -> None:

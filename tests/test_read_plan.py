@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch
 from portakv import device as devices
 from portakv.check import capture
+from portakv.formats import SLOT_OPS, KVFormat
 
 Tensor = torch.Tensor
 
@@ -32,6 +33,7 @@ LAYERS = [
 WINDOWS = [5, 8]
 PAGES = [1, 4, 16]
 TOLERANCE = 1e-12
+OPS = (*SLOT_OPS, *KVFormat(H, D, DV, torch.float32).ops)
 
 
 def rows_here() -> list[str]:
@@ -42,7 +44,7 @@ def rows_here() -> list[str]:
 
 @pytest.fixture(params=rows_here())
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> dict[str, str] | None:
-    return dict.fromkeys(dispatch.TABLE, request.param) if device.type == "cpu" else None
+    return dict.fromkeys(OPS, request.param) if device.type == "cpu" else None
 
 
 def edges(page: int) -> list[int]:

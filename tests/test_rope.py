@@ -11,7 +11,7 @@ import torch
 
 from portakv import HybridKVPool, LayerSpec, Rope, dispatch
 from portakv import device as devices
-from portakv.formats import FLOAT_DTYPES
+from portakv.formats import FLOAT_DTYPES, SLOT_OPS, KVFormat
 
 HEADS = [LayerSpec(None, 3, 16, 8), LayerSpec(6, 3, 16, 8)]
 MLA = [LayerSpec(None, 1, 24, 16, mla=True), LayerSpec(6, 1, 24, 16, mla=True)]
@@ -34,12 +34,13 @@ def rows_here() -> list[str]:
 
 
 @pytest.fixture(params=rows_here())
-def make(request: pytest.FixtureRequest, device: torch.device) -> Any:
-    kernels = dict.fromkeys(dispatch.TABLE, request.param) if device.type == "cpu" else None
+def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if device.type == "cpu":
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.TABLE))
 
     def pool(kind: str, **options: Any) -> HybridKVPool:
         layers, own = KINDS[kind]
-        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True, "kernels": kernels} | own | options
+        options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True} | own | options
         return HybridKVPool(layers, device=device, **options)
 
     return pool
@@ -111,7 +112,7 @@ def test_the_bytes_are_those_of_rotating_rounding_and_storing(
 def test_each_product_and_each_sum_is_rounded_to_float32(dtype: torch.dtype, dims: int, interleaved: bool) -> None:
     """By numpy in float64, rounded after each step; with angles that are no numbers. The other dims keep their bits."""
     for row in rows_here():
-        kernels = dict.fromkeys(dispatch.TABLE, row)
+        kernels = dict.fromkeys((*SLOT_OPS, *KVFormat(3, 64, 64, dtype).ops), row)
         pool = HybridKVPool([LayerSpec(None, 3, 64)], size=64, dtype=dtype, device="cpu", kernels=kernels)
         generator = torch.Generator().manual_seed(dims)
         k, table = (torch.randn(shape, generator=generator) for shape in ((TOKENS, 3, 64), (20, dims)))
@@ -241,11 +242,14 @@ def test_a_rope_that_does_not_fit_is_refused(rope: Any, error: type[Exception], 
 
 @pytest.mark.parametrize("checking", ["store_kv", "store_kv_rope"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_refused_whichever_of_both_stores_checks_them(kind: str, checking: str) -> None:
+def test_rows_are_refused_whichever_of_both_stores_checks_them(
+    kind: str, checking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one is the reference, which trusts its caller and writes K before it meets a wrong V."""
     layers, own = KINDS[kind]
-    kernels = {op: "reference" for op in dispatch.TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")}
-    pool = HybridKVPool(layers, size=48, page_size=4, device="cpu", kernels=kernels, **own)
+    others = [op for op in dispatch.TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")]
+    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}=reference" for op in others))
+    pool = HybridKVPool(layers, size=48, page_size=4, device="cpu", **own)
     write_loc, k, v = batch(pool)
     for rope in (None, Rope(angles(8), torch.arange(TOKENS))):
         for short in (v[:-1], v[..., :-1], v.float()):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from portakv import HybridKVPool, KVWriteLoc, LayerSpec, check, dispatch, resolve_write_loc
-from portakv.formats import PAD, KVFormat
+from portakv.formats import PAD, SLOT_OPS, KVFormat
 from portakv.kernels import reference
 from portakv.write_loc import WriteLoc
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 LAYERS = [LayerSpec(None, 2, 16, 8), LayerSpec(6, 2, 16, 8), LayerSpec(None, 1, 24), LayerSpec(4, 1, 24)]
 DRAFT_LAYERS = [LayerSpec(None, 1, 16), LayerSpec(6, 1, 16)]
+OPS = (*SLOT_OPS, *KVFormat(2, 16, 8, torch.bfloat16).ops)
 JUNK = float("nan")
 
 
@@ -143,7 +144,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 @pytest.fixture(params=["automatic", "reference"])
 def make_pool(request: pytest.FixtureRequest, kernels: Kernels, device: torch.device) -> Callable[..., HybridKVPool]:
     """Pools whose launches `kernels` counts: on the rows the device gets by itself, and on the reference."""
-    chosen = None if request.param == "automatic" else dict.fromkeys(dispatch.TABLE, "reference")
+    chosen = None if request.param == "automatic" else dict.fromkeys(OPS, "reference")
 
     def make(layers: Sequence[LayerSpec] = LAYERS, **options: Any) -> HybridKVPool:
         sizes = {"size": 96, "swa_size": 64} | options

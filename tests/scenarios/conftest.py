@@ -61,11 +61,13 @@ def backend(request: pytest.FixtureRequest) -> tuple[torch.device, str]:
 
 
 @pytest.fixture
-def make_pool(backend: tuple[torch.device, str]) -> Callable[..., portakv.HybridKVPool]:
+def make_pool(
+    backend: tuple[torch.device, str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., portakv.HybridKVPool]:
     """HybridKVPool on one backend: `make_pool(layers, size=…, …)`."""
     device, row = backend
-    kernels = dict.fromkeys(dispatch.TABLE, row)
-    return functools.partial(portakv.HybridKVPool, device=device, kernels=kernels, check=False)
+    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={row}" for op in dispatch.TABLE))
+    return functools.partial(portakv.HybridKVPool, device=device, check=False)
 
 
 @pytest.fixture
