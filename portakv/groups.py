@@ -160,7 +160,7 @@ def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
         if mine != theirs:
             raise ValueError(f"layers[{i}].alias_of: layer {producer} has {what} {theirs}, expected {mine}")
     if (layers[i].window is None) != (layers[producer].window is None):
-        raise ValueError(f"layers[{i}].alias_of: layer {producer} is of the other kind (full or sliding window)")
+        raise ValueError(f"layers[{i}].alias_of: expected one of its kind, full or sliding window, got {producer}")
 
 
 def fit_sizes(

@@ -46,11 +46,13 @@ class LayerSpec:
 
 
 def check_positive(name: str, value: object) -> int:
-    """`value` as it came if it is an int above 0, else TypeError or ValueError."""
+    """`value` as it came if it is an int above 0 that fits 64 bits, else TypeError or ValueError."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a positive int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name}: expected a positive int, got {value}")
+    if value >= 2**63:
+        raise ValueError(f"{name}: expected less than 2**63, got {value}")
     return value
 
 

@@ -24,6 +24,7 @@ from portakv import (
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
+    Structure,
     dispatch,
 )
 from portakv import device as devices
@@ -1139,6 +1140,18 @@ CONSTRUCTION: list[tuple[str, dict[str, Any], Any, str]] = [
         NoKernel,
         "no kernel for store_kv on cpu",
     ),
+    (
+        "a kernel of an op that the pool does not run",
+        {"kernels": {"store_kv_packed": "native"}},
+        ValueError,
+        "kernels: expected ops that this pool runs, .*'store_kv', .*, got 'store_kv_packed'",
+    ),
+    (
+        "an alias of the other kind",
+        {"layers": [LAYERS[0], LayerSpec(8, H, D, DV, alias_of=0)]},
+        ValueError,
+        r"layers\[1\].alias_of: expected one of its kind, .*, got 0",
+    ),
     ("kernels as text", {"kernels": "store_kv=native"}, TypeError, "kernels: expected a mapping .*, got"),
     (
         "strict without a kernel",
@@ -1164,6 +1177,26 @@ def test_layer_specs(name, value):
     sizes = {"window": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16} | {name: value}
     with pytest.raises((ValueError, TypeError), match=f"{name}: expected a positive int, got {value!r}"):
         LayerSpec(**sizes)
+
+
+@pytest.mark.parametrize("value", [2**63, 2**70])
+def test_sizes_that_no_kernel_takes(value):
+    """The largest that one does stands for no window."""
+    for make in (
+        lambda: LayerSpec(value, 2, 16),
+        lambda: LayerSpec(None, 2, value),
+        lambda: HybridKVPool(LAYERS, size=value, device="cpu"),
+        lambda: HybridKVPool.fit(LAYERS, value, device="cpu"),
+    ):
+        with pytest.raises(ValueError, match=f": expected less than 2\\*\\*63, got {value}"):
+            make()
+    pool = HybridKVPool([LayerSpec(2**63 - 1, H, D), LayerSpec(None, H, D)], size=SIZE, device="cpu")
+    table = pool.allocator.alloc(12)[None]
+    for structure in Structure:
+        plan = pool.plan_read(table, torch.tensor([0]), torch.tensor([12]), 3, structure=structure)
+        windowed, full = plan.structures
+        assert torch.equal(windowed.indices, full.indices)
+        assert torch.equal(windowed.starts, full.starts)
 
 
 ENVIRONMENT = [

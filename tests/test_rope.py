@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -86,6 +87,8 @@ def test_the_bytes_are_those_of_rotating_rounding_and_storing(
         pool, plain = make(kind), make(kind)
         write_loc, k, v = batch(pool, dtype)
         batch(plain)
+        for each, layer in itertools.product((pool, plain), range(len(pool.layers))):
+            each.set_scales(layer, 0.5, 4.0)
         is_mla = pool.layers[0].mla
         table = angles((v if is_mla else k).shape[-1] // part, table_dtype)
         positions = (torch.arange(TOKENS) * 7 % POSITIONS).to(index)

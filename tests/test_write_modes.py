@@ -268,6 +268,15 @@ def test_dp_padding_after_the_plan(engine: Engine, kernels: Kernels) -> None:
     assert kernels.take() == stores(engine)
 
 
+def test_a_plan_of_more_tokens_is_made_again(engine: Engine, kernels: Kernels) -> None:
+    """A batch shrinks from the front as well: whose slots the plan's first ones are, nobody knows."""
+    loc = engine.pool.allocator.alloc(2 * engine.pool.page_size)
+    plan, rest = engine.pool.plan_write(loc, torch.int32), loc[engine.pool.page_size :]
+    kernels.take()
+    engine.forward(rest, resolve_write_loc(engine.pool, rest, plan))
+    assert kernels.take() == stores(engine)
+
+
 def test_dp_padding_before_the_plan(engine: Engine, kernels: Kernels) -> None:
     """A plan of the padded batch serves layers that see the batch without padding, cut from either side."""
     pool = engine.pool

@@ -61,8 +61,8 @@ def test_aliases_own_no_bytes(pool, make_pool):
     ("alias", "match"),
     [
         (LayerSpec(8, 2, 16, 24, alias_of=0), "num_kv_heads"),
-        (LayerSpec(8, 1, 32, alias_of=0), "of the other kind"),
-        (LayerSpec(None, 2, 16, 24, alias_of=1), "of the other kind"),
+        (LayerSpec(8, 1, 32, alias_of=0), "expected one of its kind"),
+        (LayerSpec(None, 2, 16, 24, alias_of=1), "expected one of its kind"),
         (LayerSpec(8, 2, 32, 24, alias_of=1), "head_dim 16, expected 32"),
         (LayerSpec(8, 2, 16, alias_of=1), "v_dim 24, expected 16"),
         (LayerSpec(8, 2, 16, 24, alias_of=7), "expected an earlier layer that stores its KV, got 7"),
@@ -84,5 +84,5 @@ def test_an_alias_is_an_int(alias):
 
 def test_an_alias_of_the_other_kind_is_refused_without_an_swa_side_too(make_pool):
     """The kind is the layer's, not the storage's."""
-    with pytest.raises(ValueError, match="of the other kind"):
+    with pytest.raises(ValueError, match="expected one of its kind"):
         make_pool([LayerSpec(None, 1, 8), LayerSpec(8, 1, 8, alias_of=0)], size=32)
