@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,14 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
     """A scale, or one per KV head, as float32 on the host: `[1]` or `[H]`."""
     if scale is None:
         return torch.ones(1)
-    if not isinstance(scale, (int, float)) and not (isinstance(scale, torch.Tensor) and scale.is_floating_point()):
-        got = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+    if isinstance(scale, torch.Tensor):
+        good, got = scale.is_floating_point() and not scale.is_meta, f"{scale.dtype} on {scale.device}"
+    else:
+        good, got = isinstance(scale, (int, float)) and not isinstance(scale, bool), type(scale).__name__
+    if not good:
         raise TypeError(f"{name}: expected a number or a tensor of floats, got {got}")
+    if isinstance(scale, int):  # as a float where it is one: torch takes ints of 64 bits only
+        scale = float(scale) if scale.bit_length() <= 128 else math.inf
     value = torch.as_tensor(scale).detach().to("cpu", torch.float32).reshape(-1)
     if value.numel() not in (1, num_kv_heads):
         raise ValueError(f"{name}: expected 1 value or {num_kv_heads}, one per KV head, got {value.numel()}")

@@ -529,45 +529,64 @@ READS: list[Bad] = [
     ),
 ]
 
-SCALES: list[Bad] = [
-    (
-        f"{which} of {scale}",
-        lambda w, which=which, scale=scale: w.pool.set_scales(1, **{which: scale}),
-        ValueError,
-        f"{which}: expected finite positive scales .*got",
-    )
-    for which in ("k_scale", "v_scale")
-    for scale in (
-        0,
-        0.0,
-        -0.5,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        1e-42,
-        1e39,
-        torch.tensor([1.0, 0.0]),
-    )
-] + [
-    (
-        "three scales for two heads",
-        lambda w: w.pool.set_scales(1, torch.ones(3)),
-        ValueError,
-        "k_scale: expected 1 value or 2, one per KV head, got 3",
-    ),
-    (
-        "good K and bad V",
-        lambda w: w.pool.set_scales(1, 7.0, 0.0),
-        ValueError,
-        "v_scale: expected finite positive scales",
-    ),
-    (
-        "scales of an alias",
-        lambda w: w.pool.set_scales(2, 1.0),
-        ValueError,
-        "layer_id: .*got 2, which reads layer 1's",
-    ),
-]
+SCALES: list[Bad] = (
+    [
+        (
+            f"{which} of {scale}",
+            lambda w, which=which, scale=scale: w.pool.set_scales(1, **{which: scale}),
+            ValueError,
+            f"{which}: expected finite positive scales .*got",
+        )
+        for which in ("k_scale", "v_scale")
+        for scale in (
+            0,
+            0.0,
+            -0.5,
+            float("nan"),
+            float("inf"),
+            float("-inf"),
+            1e-42,
+            1e39,
+            2**128,
+            10**400,
+            torch.tensor([1.0, 0.0]),
+        )
+    ]
+    + [
+        (
+            f"scale of {got}",
+            lambda w, scale=scale: w.pool.set_scales(1, scale),
+            TypeError,
+            f"k_scale: expected a number or a tensor of floats, got {got}",
+        )
+        for scale, got in (
+            (True, "bool"),
+            ("1", "str"),
+            (torch.tensor([1]), "torch.int64 on cpu"),
+            (torch.ones(1, device="meta"), "torch.float32 on meta"),
+        )
+    ]
+    + [
+        (
+            "three scales for two heads",
+            lambda w: w.pool.set_scales(1, torch.ones(3)),
+            ValueError,
+            "k_scale: expected 1 value or 2, one per KV head, got 3",
+        ),
+        (
+            "good K and bad V",
+            lambda w: w.pool.set_scales(1, 7.0, 0.0),
+            ValueError,
+            "v_scale: expected finite positive scales",
+        ),
+        (
+            "scales of an alias",
+            lambda w: w.pool.set_scales(2, 1.0),
+            ValueError,
+            "layer_id: .*got 2, which reads layer 1's",
+        ),
+    ]
+)
 
 SLOTS: list[Bad] = [
     ("alloc of -1", lambda w: w.pool.allocator.alloc(-1), ValueError, "n: expected at least 0, got -1"),

@@ -248,6 +248,20 @@ def test_the_whole_reserved_page_of_every_buffer_is_watched(
     pool.check_integrity()
 
 
+@pytest.mark.parametrize("layout", FLASHMLA)
+def test_flashmla_rows_come_as_floats(make: Any, layout: str) -> None:
+    """Bytes of fp8 would lack the scales that a block has."""
+    spec = FLASHMLA[layout]
+    pool = flash_pool(make, layout)
+    write_loc = pool.plan_write(pool.allocator.alloc(3))
+    k, v = (x.to(pool.device, torch.float8_e4m3fn) for x in rows(3, spec.head_dim, spec.v_dim))
+    with pytest.raises(TypeError, match=r"^k: expected a dtype of .*, got torch.float8_e4m3fn"):
+        pool.set_kv_buffer(0, write_loc, k, v)
+    with pytest.raises(TypeError, match=r"^k_out: expected a dtype of .*, got torch.float8_e4m3fn"):
+        pool.gather_kv(0, write_loc, k, v)
+    assert not any(buffer.any() for buffer in pool.groups[0].buffers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2])
 def test_flashmla_has_one_dialect(dtype: torch.dtype) -> None:
     for layout, spec in FLASHMLA.items():

@@ -226,6 +226,12 @@ def test_checked_mode_raises_before_it_writes(device: torch.device) -> None:
             pool.set_kv_buffer(layer, write_loc, k, v)
     with pytest.raises(SlotFault, match="got 65"):
         pool.plan_write(past)
+    for layer, num_rows in ((0, 65), (1, 33)):  # each side has its own
+        last, over = (KVWriteLoc(*[torch.tensor([slot], device=device)] * 2) for slot in (num_rows - 1, num_rows))
+        pool.gather_kv(layer, last)
+        for call in (pool.gather_kv, lambda *at: pool.set_kv_buffer(*at, k[:1], v[:1])):
+            with pytest.raises(SlotFault, match=f"expected a slot below {num_rows}, got {num_rows}"):
+                call(layer, over)
     assert not any(x.any() for i in (0, 1) for x in pool.get_kv_buffer(i))
     assert not any(pool.faults().values())
     padded = KVWriteLoc(torch.tensor([0, 0, -1, -1]).to(device), torch.tensor([0, 0, -1, -1]).to(device))
