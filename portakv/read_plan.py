@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,6 +135,8 @@ class ReadPlanner:
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
         self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
         self._num_slots = mapping.shape[0] - 1
+        # A kernel may have beside it what checks and sizes a batch of the host in one call; None: `_batch` says why not.
+        self._measure = getattr(sys.modules.get(kernel("build_read").__module__), "measure_read", None)
         # `torch.empty` takes twice as long to read its arguments.
         self._like = {dtype: faults.new_empty(0, dtype=dtype) for dtype in INDEX_DTYPES}
         self._in_place = [{(dtype, self._device)} for dtype in INDEX_DTYPES]
@@ -176,13 +178,22 @@ class ReadPlanner:
             max_query_len = 1 if given is None else given if isinstance(given, int) else max_len
         else:
             max_query_len = as_int("max_query_len", max_query_len, 0)
-        batch = self._batch(table, columns, max_len, max_query_len, check)
-
-        shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
+        on_device: Sequence[Lengths]
+        measured = None
+        if self._measure and not check and devices.shares_host_memory(self._device) and not is_dynamo_compiling():
+            bounds = (table.shape[0], max_len, min(max_query_len, max_len), style.column_multiple)
+            measured = self._measure(*columns.values(), *bounds, formats)
+        if measured is not None:
+            size, shapes = measured
+            on_device, exact = tuple(columns.values()), True
+        else:
+            batch = self._batch(table, columns, max_len, max_query_len, check)
+            size, on_device, exact = batch.size, batch.columns, batch.end is not None
+            shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
         if out is not None:
-            _check_room(out, batch, shapes)
-        plan = self._new_plan(style, formats, shapes, batch.size) if out is None else out
-        if batch.size == 0 and out is None:  # an idle rank launches nothing
+            _check_room(out, size, shapes, exact)
+        plan = self._new_plan(style, formats, shapes, size) if out is None else out
+        if size == 0 and out is None:  # an idle rank launches nothing
             for read in plan.structures:
                 if read.indptr is not None:
                     read.indptr.zero_()
@@ -191,7 +202,7 @@ class ReadPlanner:
         for read, fmt in zip(plan.structures, formats, strict=True):
             mapping = self._mapping if read.side == "swa" else None
             results = (read.indices, read.indptr, read.lens, read.starts)
-            build_read(mapping, table, *batch.columns, *results, faults, num_slots, fmt)
+            build_read(mapping, table, *on_device, *results, faults, num_slots, fmt)
         return plan
 
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
@@ -213,13 +224,14 @@ class ReadPlanner:
         self, choice: Choice, prefix_only: bool, out: ReadPlan | None = None
     ) -> tuple[ReadStyle, tuple[ReadFormat, ...]]:
         """The style that a choice comes to, and what the structures of each key then name."""
-        consumer, *rest = choice
-        if consumer is None:
-            consumer = "flashattention" if out is None else out.style
+        if choice[0] is None:
+            choice = ("flashattention" if out is None else out.style, *choice[1:])
         if not is_dynamo_compiling():
-            with suppress(TypeError):  # what has no hash is refused, in words, below
-                return _style_of(consumer, *rest, prefix_only, self.keys, self._page_size)
-        return _style_of.__wrapped__(consumer, *rest, prefix_only, self.keys, self._page_size)
+            try:
+                return _style_of(*choice, prefix_only, self.keys, self._page_size)
+            except TypeError:  # what has no hash is refused, in words, below
+                pass
+        return _style_of.__wrapped__(*choice, prefix_only, self.keys, self._page_size)
 
     def _new_plan(
         self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
@@ -307,7 +319,7 @@ class ReadPlanner:
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _style_of(
-    consumer: str | ReadStyle,
+    consumer: str | ReadStyle | None,
     structure: Structure | str | None,
     index_dtype: torch.dtype | None,
     pad: int | None,
@@ -315,6 +327,7 @@ def _style_of(
     keys: tuple[Key, ...],
     page_size: int,
 ) -> tuple[ReadStyle, tuple[ReadFormat, ...]]:
+    assert consumer is not None
     style = read_style(consumer, structure, index_dtype, pad)
     structures = [(style.full if window is None else style.window, window) for _, window in keys]
     return style, tuple(ReadFormat(*each, page_size, style.pad, prefix_only) for each in structures)
@@ -369,11 +382,12 @@ def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:
         raise SlotFault(f"{where}: expected a slot below {num_slots}, got {slots[b, position]}")
 
 
-def _check_room(out: ReadPlan, batch: _Batch, shapes: Sequence[tuple[int, ...]]) -> None:
+def _check_room(out: ReadPlan, size: int, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
+    """Raise `ValueError` if `out` cannot hold `size` sequences, or what their lengths come to if that is known."""
     for read, shape in zip(out.structures, shapes, strict=True):
         rows, room = read.lens.shape[0], tuple(read.indices.shape)
-        if read.structure is not QUERY_ROWS and batch.size > rows:
-            raise ValueError(f"out: expected room for {batch.size} requests, got {rows}")
-        if batch.end is not None and any(n > most for n, most in zip(shape, room, strict=True)):
+        if read.structure is not QUERY_ROWS and size > rows:
+            raise ValueError(f"out: expected room for {size} requests, got {rows}")
+        if exact and any(n > most for n, most in zip(shape, room, strict=True)):
             what = f"{read.structure.value} of window {read.window}"
             raise ValueError(f"out: expected room for {what} of shape {shape}, got {room}")

@@ -263,6 +263,37 @@ def test_buffers_fit_lengths_on_the_host(kernels):
         assert plan.structures[0].indices.shape == shape
 
 
+@pytest.mark.parametrize("structure", Structure)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_sizes_its_buffers_alike(structure, page):
+    """The native kernels measure a batch themselves; what they find is what the host's arithmetic does."""
+    random.seed(page)
+    layers = [LayerSpec(window, 1, 8) for window in (None, 1, 5, 16)]
+    pools = [
+        HybridKVPool(layers, size=64, swa_size=48, page_size=page, device="cpu", kernels=dict.fromkeys(SLOT_OPS, row))
+        for row in rows_here()
+    ]
+    assert [pool._planner._measure is not None for pool in pools] == [row == "native" for row in rows_here()]
+    style = ReadStyle(structure, structure, torch.int64, pad=-1, column_multiple=3)
+    table = torch.arange(3 * 40).view(3, 40) % 60
+    for size in (0, 1, 1, 2, 3, 7) * 8:
+        extra = [random.choice((0, 1, 5)) for _ in range(size)]
+        seq = [random.choice((0, 1, 4, 5, 16, 17, 35)) for _ in range(size)]
+        queries = [random.randint(0, n) for n in seq]
+        lengths = [torch.tensor(x, dtype=torch.int32).repeat_interleave(2)[::2] for x in (seq, queries, extra)]
+        rows = torch.tensor([random.randint(0, 2) for _ in range(size)], dtype=torch.int32)
+        for given in ((0,), (0, 1), (0, 2), (0, 1, 2)):
+            names = [("seq_lens", "query_lens", "extra_lens")[i] for i in given]
+            options = {"consumer": style, "prefix_only": random.random() < 0.3}
+            options |= {name: lengths[i] for i, name in zip(given, names, strict=True)}
+            got, *others = [pool.plan_read(table, rows, **options) for pool in pools]
+            for other in others:
+                shapes = [[read.indices.shape for read in plan.structures] for plan in (got, other)]
+                assert shapes[0] == shapes[1]
+                assert contents(got) == contents(other)
+    assert not any(count for pool in pools for count in pool.faults().values())
+
+
 @pytest.mark.parametrize("consumer", ["flashmla", "deepseek_v4"])
 def test_columns_of_query_rows_are_a_multiple(device, kernels, consumer):
     world = World([3, 41, 70], 16, device, kernels)

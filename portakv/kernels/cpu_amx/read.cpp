@@ -1,4 +1,5 @@
-// The Python function `build_read`. What each line of the output names is settled here; kernels.cpp fills it.
+// The Python functions `measure_read` and `build_read`. What each line of the output names is settled here; kernels.cpp
+// fills it.
 
 #include <algorithm>
 #include <string>
@@ -75,6 +76,21 @@ Slots read_lengths(nb::handle object, const char* name, const Slots& rows) {
     return s;
 }
 
+// Positions of which every `step`-th is named: [begin, stop), from the first of a page on.
+struct Span {
+    int64_t begin;
+    int64_t tokens;
+    int64_t entries;
+};
+
+Span span_of(int64_t begin, int64_t stop, int64_t step) {
+    if (begin < stop) begin = begin / step * step;
+    int64_t tokens = std::max<int64_t>(stop - begin, 0);
+    return {begin, tokens, (tokens + step - 1) / step};
+}
+
+int64_t step_of(const Format& f) { return f.structure == kPages ? f.page_size : 1; }
+
 void put(const View& v, int64_t i, int64_t value) {
     if (v.dtype == DType::i64)
         reinterpret_cast<int64_t*>(v.data)[i] = value;
@@ -116,23 +132,22 @@ void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handl
     int64_t* fault = read_faults(faults);
 
     int64_t columns = ragged ? 0 : to.shape[1], room = ragged ? to.shape[0] : n * columns;
-    int64_t step = f.structure == kPages ? f.page_size : 1, window = std::min(f.window, width + 1);
+    int64_t step = step_of(f), window = std::min(f.window, width + 1);
     int64_t line = 0, at = 0, over = 0;
     std::vector<ReadLine> lines(size_t(n + ragged));
 
     // The next line names positions [begin, stop) of table row `row`, as far as there is room.
     auto name = [&](int64_t row, int64_t begin, int64_t stop) {
-        if (begin < stop) begin = begin / step * step;
-        int64_t tokens = std::max<int64_t>(stop - begin, 0), entries = (tokens + step - 1) / step;
+        auto [first, tokens, entries] = span_of(begin, stop, step);
         int64_t most = ragged ? room - at : columns;
         if (entries > most) {
             entries = most;
             tokens = most * step;
             ++over;
         }
-        lines[size_t(line)] = {row * slots.stride[0] + begin, entries, at, ragged ? at : line * to.stride[0]};
+        lines[size_t(line)] = {row * slots.stride[0] + first, entries, at, ragged ? at : line * to.stride[0]};
         put(counts, line, tokens);
-        put(firsts, line, tokens ? begin : 0);
+        put(firsts, line, tokens ? first : 0);
         if (ragged) put(ends, line, at);
         at += ragged ? entries : columns;
         ++line;
@@ -180,8 +195,64 @@ void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handl
     job.fault = fault + kBuildRead;
     job.cast_fault = fault + kCastLoc;
     int64_t bytes = room * (dtype_bytes(slots.dtype) + dtype_bytes(to.dtype));
+    // Pages wait for a line of the table each, and one of the mapping: as long as copying so many bytes takes.
+    if (step > 1) bytes = room * (job.mapping ? 64 : 24);
     job.threads = threads_for(bytes);
     launch(kernels->read, job, bytes);
+}
+
+// What `out` must hold: (N,), or (rows, columns).
+nb::tuple shape_of(const Format& f, const Slots& rows, const Slots& sequences, const Slots* extras, const Slots* queries,
+                   int64_t column_multiple) {
+    int64_t lines = 0, sum = 0, most = 0, step = step_of(f);
+    bool per_query = f.structure == kQueryRows;
+    for (int64_t b = 0; b < rows.size; ++b) {
+        int64_t end = slot_at(sequences, b) + (extras ? slot_at(*extras, b) : 0);
+        int64_t count = queries ? slot_at(*queries, b) : 1, first = end - count, entries;
+        if (per_query)  // none has more than the last
+            entries = count ? std::min(end, f.window) : 0;
+        else
+            entries = span_of(std::max<int64_t>(first - f.window + 1, 0), f.prefix_only ? first : end, step).entries;
+        lines += per_query ? count : 1;
+        sum += entries;
+        most = std::max(most, entries);
+    }
+    if (f.structure == kRagged) return nb::make_tuple(sum);
+    if (per_query) most = (most + column_multiple - 1) / column_multiple * column_multiple;
+    return nb::make_tuple(lines, most);
+}
+
+// `(batch size, [shape of `out` for each of formats])`, or None where anything is not as `build_read` takes it or out of
+// bounds, which the caller then puts into words.
+nb::object measure_read(nb::handle rows, nb::handle seq_lens, nb::handle extra_lens, nb::handle query_lens,
+                        int64_t num_rows, int64_t max_len, int64_t max_query_len, int64_t column_multiple,
+                        nb::tuple formats) {
+    Slots requests, sequences, extras, queries;
+    bool has_extra = !extra_lens.is_none(), has_queries = !query_lens.is_none();
+    try {
+        requests = read_slots(rows, "rows");
+        sequences = read_lengths(seq_lens, "seq_lens", requests);
+        if (has_extra) extras = read_lengths(extra_lens, "extra_lens", requests);
+        if (has_queries) queries = read_lengths(query_lens, "query_lens", requests);
+    } catch (const nb::builtin_exception&) {
+        return nb::none();
+    }
+    for (int64_t b = 0; b < requests.size; ++b) {
+        int64_t row = slot_at(requests, b), end = slot_at(sequences, b);
+        if (row < 0 || row >= num_rows || end < 0 || end > max_len) return nb::none();
+        if (has_extra) {
+            int64_t extra = slot_at(extras, b);
+            if (extra < 0 || extra > max_len - end) return nb::none();
+            end += extra;
+        }
+        int64_t count = has_queries ? slot_at(queries, b) : 0;
+        if (count < 0 || count > end || count > max_query_len) return nb::none();
+    }
+    nb::list shapes;
+    for (nb::handle fmt : formats)
+        shapes.append(shape_of(read_format(fmt), requests, sequences, has_extra ? &extras : nullptr,
+                               has_queries ? &queries : nullptr, column_multiple));
+    return nb::make_tuple(requests.size, shapes);
 }
 
 }  // namespace
@@ -195,6 +266,9 @@ void define_read(nb::module_& m) {
                                {&pad_, "pad"}, {&prefix_only_, "prefix_only"}})
         *slot = PyUnicode_InternFromString(name);
     auto arg = [](const char* name) { return nb::arg(name).none(); };
+    m.def("measure_read", &measure_read, arg("rows"), arg("seq_lens"), arg("extra_lens"), arg("query_lens"),
+          nb::arg("num_rows"), nb::arg("max_len"), nb::arg("max_query_len"), nb::arg("column_multiple"),
+          nb::arg("formats"));
     m.def("build_read", &build_read, arg("mapping"), arg("table"), arg("rows"), arg("seq_lens"), arg("extra_lens"),
           arg("query_lens"), arg("out"), arg("indptr"), arg("lens"), arg("starts"), arg("faults"),
           nb::arg("num_slots"), arg("fmt"));

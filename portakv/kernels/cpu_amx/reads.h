@@ -72,7 +72,7 @@ inline int64_t line_at(const ReadJob& job, int64_t at) {
 }
 
 // Places are cut into chunks that any thread may take: a place that is padding takes less time than one that is not.
-constexpr int64_t kChunk = 8192;
+constexpr int64_t kLeastChunk = 512, kMostChunk = 8192, kChunksPerThread = 4;
 
 void read(const ReadJob& job) {
     bool mapped = job.mapping, paged = job.step > 1;
@@ -80,13 +80,15 @@ void read(const ReadJob& job) {
                                  : (job.out_wide ? pick<int32_t, int64_t>(mapped, paged) : pick<int32_t, int32_t>(mapped, paged));
     auto pad = job.out_wide ? fill_pad<int64_t> : fill_pad<int32_t>;
     int shift = job.step & (job.step - 1) ? -1 : __builtin_ctzll(uint64_t(job.step));
-    int64_t chunks = (job.places + kChunk - 1) / kChunk, over = 0, unfit = 0;
+    int64_t size = job.places / (job.threads * kChunksPerThread);
+    size = size < kLeastChunk ? kLeastChunk : size > kMostChunk ? kMostChunk : size;
+    int64_t chunks = (job.places + size - 1) / size, over = 0, unfit = 0;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic) reduction(+ : over, unfit) num_threads(job.threads) if (job.threads > 1)
 #endif
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         Reading r{job.mapping, job.num_slots, job.pad, job.step, shift, 0, 0};
-        int64_t at = chunk * kChunk, end = at + kChunk < job.places ? at + kChunk : job.places;
+        int64_t at = chunk * size, end = at + size < job.places ? at + size : job.places;
         for (int64_t i = line_at(job, at); at < end; ++i) {
             const ReadLine& line = job.lines[i];
             int64_t stop = i + 1 < job.num_lines && job.lines[i + 1].at < end ? job.lines[i + 1].at : end;
