@@ -135,7 +135,7 @@ class ReadPlanner:
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
         self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
         self._num_slots = mapping.shape[0] - 1
-        # A kernel may have beside it what checks and sizes a batch of the host in one call; None: `_batch` says why not.
+        # A kernel may have beside it what checks and sizes a batch of the host in one call; None: `_batch` says why.
         self._measure = getattr(sys.modules.get(kernel("build_read").__module__), "measure_read", None)
         # `torch.empty` takes twice as long to read its arguments.
         self._like = {dtype: faults.new_empty(0, dtype=dtype) for dtype in INDEX_DTYPES}
