@@ -126,11 +126,13 @@ def test_a_load_without_room_changes_nothing(make_pool, page, side, unchanged):
     [
         [FULL],
         [SWA, FULL, FULL],
+        [FULL, FULL, SWA],
+        [FULL, SWA, SWA],
         [FULL, LayerSpec(8, 1, 16)],
         [LayerSpec(None, 2, 16), SWA],
         [FULL, LayerSpec(None, 1, 8)],
     ],
-    ids=["fewer", "more", "other dim", "other V dim", "other side"],
+    ids=["fewer", "more", "more of one side", "more of the other", "other dim", "other V dim", "other side"],
 )
 def test_a_copy_of_other_layers_is_refused(make_pool, layers, unchanged):
     pool = build(make_pool, "hybrid", 1)
