@@ -270,7 +270,7 @@ class HybridSlotAllocator:
         a row.
         """
         given = as_array("slots", slots, (1, 2)).astype(np.int64, copy=False)
-        window = self.window if window is None else as_int("window", window, 1)
+        window = self.window if window is None else min(as_int("window", window, 1), sys.maxsize)
         rows, prefix = np.atleast_2d(given), np.arange(1, given.shape[-1] + 1)
         good = np.logical_and.accumulate(self._is_owned(rows), axis=1) & (prefix % self.page_size == 0)
         if self.swa_size:

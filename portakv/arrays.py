@@ -27,7 +27,10 @@ def as_int(name: str, value: SupportsIndex, least: int) -> int:
 
 def as_array(name: str, value: IntsLike, ndim: tuple[int, ...]) -> npt.NDArray[np.integer[Any]]:
     """Integers on the host, in their own dtype; a CPU tensor or an array is not copied."""
-    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    try:
+        array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as error:  # sparse, meta, of a subclass; rows of several lengths
+        raise TypeError(f"{name}: expected a plain tensor, an array or a sequence of integers, got {error}") from error
     if array.dtype.kind not in "iu" and array.size:  # numpy takes an empty list for floats
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
     if array.ndim not in ndim:

@@ -495,6 +495,11 @@ def test_bad_evictions() -> None:
     refused(no_window, ValueError, "window: expected", no_window.evict_swa, table, [0], [0], [16])
 
 
+def test_reusable_prefix_of_a_window_past_64_bits() -> None:
+    allocator = HybridSlotAllocator(16, 16)
+    assert allocator.reusable_prefix(allocator.alloc(5), 2**70) == 5
+
+
 def test_reusable_prefix_of_a_batch() -> None:
     a = HybridSlotAllocator(64, 64, 4, window=5)
     slots = a.alloc(24)

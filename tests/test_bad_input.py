@@ -697,6 +697,15 @@ SLOTS: list[Bad] = [
         TypeError,
         "slots: expected integers, got float32",
     ),
+    *(
+        (f"free {what}", lambda w, slots=slots: w.pool.allocator.free(slots(w)), TypeError, "slots: expected a plain")
+        for what, slots in (
+            ("slots on meta", lambda w: w.held.to("meta")),
+            ("sparse slots", lambda w: w.held.to_sparse()),
+            ("floats with a gradient", lambda w: torch.ones(4, requires_grad=True)),
+            ("rows of several lengths", lambda w: [[8], [9, 10]]),
+        )
+    ),
     (
         "free 2-D slots",
         lambda w: w.pool.allocator.free(w.held.reshape(4, 4)),

@@ -567,12 +567,12 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
     refused(pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3))
     wrong = torch.zeros(2, 3, 1, 16)
     refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
-    refused(
-        pool,
-        ValueError,
-        "layer_idx: expected one of the pool's 4 layers, got 4",
-        lambda: cache.update(wrong, wrong, 4),
-    )
+    for layer in (4, -1, True, "0", None):
+        words = f"layer_idx: expected one of the pool's 4 layers, got {layer!r}"
+        refused(pool, ValueError, words, lambda layer=layer: cache.update(wrong, wrong, layer))
+    for shapeless, got in ((None, "NoneType"), (wrong[0], r"\(3, 1, 16\)"), (wrong[:, :, :0], r"\(2, 3, 0, 16\)")):
+        refused(pool, ValueError, f"key_states: .*got {got}", lambda x=shapeless: cache.update(x, wrong, 0))
+        refused(pool, ValueError, f"value_states: .*got {got}", lambda x=shapeless: cache.update(wrong, x, 0))
     step(cache, 1)
 
 

@@ -99,8 +99,8 @@ class PortaKVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store `[B, H, q, D]` and `[B, H, q, Dv]` of one layer; returns the K and V its attention reads."""
-        if not 0 <= layer_idx < len(self.layers):
-            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx}")
+        if type(layer_idx) is not int or not 0 <= layer_idx < len(self.layers):
+            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx!r}")
         return super().update(key_states, value_states, layer_idx)
 
     def reset(self) -> None:
@@ -196,6 +196,10 @@ class _Batch:
         return self.slots.shape[0]
 
     def update(self, layer: _PoolLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        for name, x in (("key_states", k), ("value_states", v)):
+            if not isinstance(x, Tensor) or x.dim() != 4 or not x.shape[0] * x.shape[2]:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name}: expected [B, H, q, D] with rows and tokens, got {got}")
         batch, heads, num_tokens, k_dim = k.shape
         past, starts = layer.length, layer.length == self.length
         if starts:
