@@ -130,11 +130,21 @@ def slots_for(
 
 
 def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor | None) -> None:
-    """Raise unless `copy` came from layer groups whose bytes mean the same, and has a token for each of `slots`."""
+    """Raise unless `copy` came whole from layer groups whose bytes mean the same, and has a token for each of
+    `slots`."""
     if not isinstance(copy, HostCopy):
         raise TypeError(f"copy: expected a HostCopy, got {type(copy).__name__}")
     if copy.tags != _tags(groups):
         raise ValueError(f"copy: expected layer groups {_tags(groups)}, got {copy.tags}")
+    if not isinstance(copy.live, np.ndarray) or copy.live.dtype != np.bool_ or copy.live.ndim != 1:
+        raise ValueError(f"copy.live: expected a vector of bools, got {copy.live!r}")
+    rows = {"full": copy.live.size, "swa": int(copy.live.sum())}
+    for name, tensors, dim in (("keys", copy.keys, "head_dim"), ("values", copy.values, "v_head_dim")):
+        raws = [(group.raw, len(group.layers), rows[group.side]) for group in groups]
+        expected = [(raw.dtype, (layers, n, raw.num_kv_heads, getattr(raw, dim))) for raw, layers, n in raws]
+        got = [(x.dtype, tuple(x.shape)) for x in tensors]
+        if got != expected:
+            raise ValueError(f"copy.{name}: expected tensors of {expected}, got {got}")
     if slots is not None and len(slots) != len(copy.live):
         raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,27 @@ def test_a_copy_goes_to_pools_of_another_page_size(make_pool, unchanged):
     copy = source.copy_to_host(slots)
     with unchanged(target), pytest.raises(ValueError, match="copy: expected pages of 4 tokens"):
         target.load_from_host(copy)
+
+
+def test_a_copy_that_came_in_part_is_refused(make_pool, unchanged):
+    """As over a network: the pool has no slots to lose, nor bytes of some layers to write."""
+    pool = make_pool([FULL, SWA], size=64, swa_size=48)
+    slots = pool.allocator.alloc(16)
+    fill(pool, slots)
+    copy = pool.copy_to_host(slots)
+    (first, second), (_, values) = copy.keys, copy.values
+    for part, what in (
+        ({"keys": (first, second[:, :3])}, "keys: expected tensors of"),
+        ({"keys": (first,)}, "keys: expected tensors of"),
+        ({"values": (values.float(), values)}, "values: expected tensors of"),
+        ({"values": (values[:0], values)}, "values: expected tensors of"),
+        ({"live": copy.live[:4]}, "keys: expected tensors of"),
+        ({"live": ~copy.live}, "keys: expected tensors of"),
+        ({"live": copy.live.astype(int)}, "live: expected a vector of bools"),
+        ({"live": [True] * 16}, "live: expected a vector of bools"),
+    ):
+        with unchanged(pool), pytest.raises(ValueError, match=f"copy.{what}"):
+            pool.load_from_host(dataclasses.replace(copy, **part))
 
 
 @pytest.mark.parametrize("side", ["full", "swa"])
