@@ -20,6 +20,7 @@ from portakv.formats import (
     FAULT_KINDS,
     FLOAT_DTYPES,
     FP8_DIALECTS,
+    INDEX_DTYPES,
     VECTOR_BYTES,
     KVFormat,
     Layout,
@@ -30,12 +31,13 @@ from portakv.formats import (
 )
 from portakv.kernels import reference, reference_flashmla, reference_packed
 
+DTYPES = (*FLOAT_DTYPES, *FP8_DIALECTS)
 TOKENS = (0, 1, 2, 7, 33, 131)
 STYLES = ("dense", "strided", "paged")
 """How rows and caches lie: dense; slices of a fused QKV and a head-major cache; pages apart from each other."""
 
-MLA_SHAPES = ((512, 64), (24, 8))
-"""(latent, rope part) of MLA rows; the second in rows that are no whole number of vectors."""
+MLA_FORMATS = ((512, 64), torch.bfloat16), ((24, 8), torch.float8_e4m3fn)
+"""((latent, rope part), dtype) of MLA rows; the second in rows that are no whole number of vectors."""
 
 PACKED_FORMATS = (
     ((3, 96, 64), torch.bfloat16, 32, Layout.CPU_AMX),
@@ -79,11 +81,7 @@ class _Random(random.Random):
 
 def formats() -> tuple[KVFormat, ...]:
     """Every storage dtype with a few shapes each, and page sizes 1, 4 and 16; MLA rows, plain, quantised and packed."""
-    dtypes = (*FLOAT_DTYPES, *FP8_DIALECTS)
-    mla = tuple(
-        KVFormat(1, *shape, dtype, 4, Layout.MLA)
-        for shape, dtype in zip(MLA_SHAPES, (torch.bfloat16, torch.float8_e4m3fn), strict=True)
-    )
+    mla = tuple(KVFormat(1, *dims, dtype, 4, Layout.MLA) for dims, dtype in MLA_FORMATS)
     e4m3fn = torch.float8_e4m3fn
     packed = KVFormat(1, 448, 64, e4m3fn, 4, Layout.FLASHMLA), KVFormat(1, 512, 64, e4m3fn, 1, Layout.FLASHMLA_V32)
     return (
@@ -92,7 +90,7 @@ def formats() -> tuple[KVFormat, ...]:
         + tuple(KVFormat(*shape, dtype, page, layout) for shape, dtype, page, layout in PACKED_FORMATS)
         + tuple(
             KVFormat(*shape, dtype, (1, 4, 16)[(i + j) % 3])
-            for i, dtype in enumerate(dtypes)
+            for i, dtype in enumerate(DTYPES)
             for j, shape in enumerate(SHAPES)
             if (i + j) % 2 == 0 or shape == (8, 128, 128)
         )
@@ -100,13 +98,14 @@ def formats() -> tuple[KVFormat, ...]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant of `formats()`, but what rotates into rows only for one shape of each dtype and one slot width of
-    each pair of dtypes: rows that are rotated are stored like any others."""
-    dtypes = (*FLOAT_DTYPES, *FP8_DIALECTS)
-    for at, variant in enumerate(list_variants(formats())):
-        if (fmt := variant.fmt) is not None and variant.rope is not None:
-            head_dim = SHAPES[dtypes.index(fmt.dtype) % len(SHAPES)][1]
-            if at % 4 in (1, 2) or (fmt.layout is Layout.ROWS and fmt.head_dim != head_dim):
+    """Every variant of `formats()`, but of each dtype and alignment of plain rows one slot width, the two in turn, and
+    rotated ones for one shape of each dtype: rows move alike whatever holds their slots, and rotated or not."""
+    for variant in list_variants(formats()):
+        if (fmt := variant.fmt) is not None and fmt.layout is Layout.ROWS:
+            dtypes = [DTYPES.index(dtype) for dtype in (fmt.dtype, variant.dtype, variant.rope) if dtype]
+            turn = sum(dtypes) + fmt.page_size + (variant.alignment == VECTOR_BYTES)
+            odd_shape = fmt.head_dim != SHAPES[dtypes[0] % len(SHAPES)][1]
+            if variant.index_dtype != INDEX_DTYPES[turn % 2] or (variant.rope and odd_shape):
                 continue
         yield variant
 
