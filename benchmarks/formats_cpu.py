@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import environment, interleave, ratio, summary
+from timing import environment, fill, interleave, ratio, summary, used_pool
 
 from portakv import HybridKVPool, LayerSpec, Rope
 
@@ -91,14 +91,15 @@ def rotated(pool: HybridKVPool, caches: tuple[Tensor, Tensor], tokens: int, inte
 
 
 def measure(size: int, rounds: int) -> list[dict[str, Any]]:
-    latent = HybridKVPool([LayerSpec(None, 1, LATENT, ROPE, mla=True)], size=size, page_size=PAGE)
-    packed = HybridKVPool(
+    latent = used_pool([LayerSpec(None, 1, LATENT, ROPE, mla=True)], size=size, page_size=PAGE)
+    packed = used_pool(
         [LayerSpec(None, 1, NOPE, ROPE, mla=True)], size=size, page_size=PAGE, dtype=FP8, layout="flashmla"
     )
-    heads = HybridKVPool([LayerSpec(None, HEADS, DIM)], size=size // 4, page_size=PAGE)
-    joined = torch.zeros(size + PAGE, 1, LATENT + ROPE, dtype=torch.bfloat16).fill_(1)
-    pages = torch.zeros(size // PAGE + 1, packed.describe()[0].k_item_bytes, dtype=torch.uint8).fill_(1)
-    k, v = (torch.zeros(size // 4 + PAGE, HEADS, DIM, dtype=torch.bfloat16).fill_(1) for _ in range(2))
+    heads = used_pool([LayerSpec(None, HEADS, DIM)], size=size // 4, page_size=PAGE)
+    joined = torch.zeros(size + PAGE, 1, LATENT + ROPE, dtype=torch.bfloat16)
+    pages = torch.zeros(size // PAGE + 1, packed.describe()[0].k_item_bytes, dtype=torch.uint8)
+    k, v = (torch.zeros(size // 4 + PAGE, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    fill(joined, pages, k, v)
     table = []
     for tokens in TOKENS:
         for name, ours, theirs in (
@@ -107,7 +108,7 @@ def measure(size: int, rounds: int) -> list[dict[str, Any]]:
             rotated(heads, (k, v), tokens, False),
             rotated(heads, (k, v), tokens, True),
         ):
-            times = interleave({"portakv": ours, "torch": theirs}, max(1, 2048 // tokens), rounds)
+            times = interleave({"portakv": ours, "torch": theirs}, max(1, 8192 // tokens), rounds)
             table.append(
                 {
                     "store": name,

@@ -14,7 +14,7 @@ from typing import Any
 
 import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401 (registers torch_ipex)
 import torch
-from timing import environment, interleave, ratio, summary
+from timing import environment, interleave, ratio, summary, used_pool
 
 from portakv import HybridKVPool, LayerSpec
 
@@ -38,7 +38,7 @@ def stores(
 
 
 def measure(size: int, rounds: int) -> list[dict[str, Any]]:
-    pool, other = (HybridKVPool([LayerSpec(None, HEADS, DIM)], size=size, page_size=BLOCK) for _ in range(2))
+    pool, other = (used_pool([LayerSpec(None, HEADS, DIM)], size=size, page_size=BLOCK) for _ in range(2))
     caches = [x.view(-1, HEADS, BLOCK, DIM) for x in other.get_kv_buffer(0)]
     table = []
     for tokens in TOKENS:

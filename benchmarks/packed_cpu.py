@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment, interleave, ratio, summary
+from timing import environment, interleave, ratio, summary, used_pool
 
-from portakv import HybridKVPool, LayerSpec
+from portakv import LayerSpec
 
 HEADS, DIM = 8, 128
 TOKENS = (1, 16, 64, 512, 4096, 16384)
@@ -50,9 +50,9 @@ def slot_sets(order: str, size: int, page: int, tokens: int) -> list[torch.Tenso
 
 
 def measure(vllm: Any, layout: str, page: int, size: int, rounds: int) -> list[dict[str, Any]]:
-    packed = HybridKVPool(LAYERS, size=size, page_size=page, layout=layout)
-    rows = HybridKVPool(LAYERS, size=size, page_size=page)
-    theirs = HybridKVPool(LAYERS, size=size, page_size=page, layout=layout).get_kv_buffer(0)
+    packed = used_pool(LAYERS, size=size, page_size=page, layout=layout)
+    rows = used_pool(LAYERS, size=size, page_size=page)
+    theirs = used_pool(LAYERS, size=size, page_size=page, layout=layout).get_kv_buffer(0)
     isa = layout.removeprefix("cpu_")
 
     def stores(sets: list[torch.Tensor], tokens: int) -> dict[str, Callable[[int], object]]:

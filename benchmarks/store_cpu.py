@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import environment, interleave, ratio, summary
+from timing import environment, fill, interleave, ratio, summary, used_pool
 
 from portakv import HybridKVPool, LayerSpec
 from portakv.allocator import HybridSlotAllocator
@@ -65,9 +65,10 @@ def stores(
 
 def measure_stores(size: int, rounds: int) -> list[dict[str, Any]]:
     """Each comparison runs by itself, so that a heavy candidate's leftovers in the caches do not slow the next one."""
-    bf16, fp8 = HybridKVPool(LAYERS[:1], size=size), HybridKVPool(LAYERS[:1], size=size, dtype=FP8)
+    bf16, fp8 = used_pool(LAYERS[:1], size=size), used_pool(LAYERS[:1], size=size, dtype=FP8)
     fp8.set_scales(0, 2.0, 2.0)
-    k_plain, v_plain = (torch.zeros(size + 1, HEADS, DIM, dtype=torch.bfloat16).fill_(1) for _ in range(2))
+    k_plain, v_plain = (torch.zeros(size + 1, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    fill(k_plain, v_plain)
     table = []
     for tokens in TOKENS:
         calls, candidates = max(1, 8192 // tokens), stores(size, tokens, bf16, fp8, (k_plain, v_plain))
@@ -115,10 +116,10 @@ def measure_allocator(size: int, rounds: int) -> list[dict[str, Any]]:
     k = torch.randn(1, HEADS, DIM).bfloat16()
     ids = torch.randint(1, 65536, (4096, 1))
     table = []
-    for fill in (0.0, 0.5, 0.999):
+    for full in (0.0, 0.5, 0.999):
         allocator = HybridSlotAllocator(size, size)
-        if fill:
-            held = allocator.alloc(int(size * fill))
+        if full:
+            held = allocator.alloc(int(size * full))
             # Give a scattered tenth back, so that the free list is no longer in order.
             allocator.free(held[torch.randperm(len(held))[: len(held) // 10]])
         times = interleave(
@@ -132,7 +133,7 @@ def measure_allocator(size: int, rounds: int) -> list[dict[str, Any]]:
         table.append(
             {
                 "slots": size,
-                "fill": fill,
+                "fill": full,
                 "us": {name: summary(values) for name, values in times.items()},
                 "of_two_index_put": ratio(times["alloc(1) + free"], times["two index_put"]),
             }

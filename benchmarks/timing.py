@@ -7,10 +7,26 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 import portakv
+from portakv import HybridKVPool, LayerSpec
+
+
+def fill(*buffers: torch.Tensor) -> None:
+    """Write other bytes to every page: the host of a virtual machine may keep equal ones once, and copy on a write."""
+    for buffer in buffers:
+        buffer.view(torch.int64).random_()
+
+
+def used_pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
+    """A pool whose buffers were filled."""
+    pool = HybridKVPool(layers, **options)
+    for layer_id in range(len(layers)):
+        fill(*pool.get_kv_buffer(layer_id))
+    return pool
 
 
 def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, rounds: int) -> dict[str, list[float]]:

@@ -53,18 +53,16 @@ struct Flash : Source {
     const RowJob& job;
     const FlashRuns runs;
     const int64_t dim, rope_dim, rope_bytes;
-    const bool ahead;
+    const int64_t ahead;
 
     Flash(const RowJob& j, int thread)
         : Source(j, thread), job(j), runs(flash_runs(W, (W == Way::store ? j.half[0].src : j.half[0].dst).dtype)), dim(j.half[0].dim),
           rope_dim(j.half[1].dim), rope_bytes(rope_dim * item_bytes((W == Way::store ? j.half[1].src : j.half[1].dst).dtype)),
-          ahead(W == Way::store && j.loc.size * dim * item_bytes(j.half[0].src.dtype) > kFetchBytes) {}
+          ahead(W == Way::store ? ahead_of(j.half[0].src, dim * item_bytes(j.half[0].src.dtype)) : 0) {}
 
+    static bool alike(const RowJob&) { return false; }
     void touch_slot(int64_t slot, int) const {
         for (const Half& half : job.half) touch(row_at(W == Way::store ? half.dst : half.src, slot), 1);
-    }
-    void fetch_token(int64_t token, int) const {
-        if (ahead) fetch(row_at(job.half[0].src, token), dim * item_bytes(job.half[0].src.dtype));
     }
 
     // DeepSeek-V4 keeps the rope part behind the values and an exponent a block in V's cache; V3.2 keeps float32 scales
@@ -87,17 +85,17 @@ struct Flash : Source {
                 uint32_t exponent = scale_exponent(runs.largest(from, job.block));
                 if (v4) scales[b] = char(exponent);
                 else put_word(scales + 4 * b, exponent << 23);
-                run(runs.values, from, packed + at, job.block, float_of((254 - exponent) << 23));
+                run(runs.values, from, packed + at, job.block, float_of((254 - exponent) << 23), ahead);
             } else {
                 uint32_t bits = v4 ? uint32_t(uint8_t(scales[b])) << 23 : get_word(scales + 4 * b);
-                runs.values.plain(packed + at, values + at * item, job.block, float_of(bits));
+                runs.values.plain(packed + at, values + at * item, job.block, float_of(bits), 0);
             }
         }
         if (W == Way::store) {
             if (v4) scales[dim / job.block] = 0;
-            run(runs.rope, rope_from, packed_rope, rope_run(), 1.0f);
+            run(runs.rope, rope_from, packed_rope, rope_run(), 1.0f, 0);
         } else {
-            runs.rope.plain(packed_rope, floats, rope_run(), 1.0f);
+            runs.rope.plain(packed_rope, floats, rope_run(), 1.0f, 0);
         }
     }
 
@@ -105,8 +103,8 @@ private:
     // A copy counts bytes, a conversion elements.
     int64_t rope_run() const { return runs.rope.plain == kCopy.plain ? rope_bytes : rope_dim; }
 
-    static void run(const Run& r, const char* from, char* to, int64_t n, float scale) {
-        (reinterpret_cast<uintptr_t>(to) % kVec == 0 ? r.past_cache : r.plain)(from, to, n, scale);
+    static void run(const Run& r, const char* from, char* to, int64_t n, float scale, int64_t ahead) {
+        (reinterpret_cast<uintptr_t>(to) % kVec == 0 ? r.past_cache : r.plain)(from, to, n, scale, ahead);
     }
     static void put_word(char* to, uint32_t bits) { __builtin_memcpy(to, &bits, 4); }
     static uint32_t get_word(const char* from) {

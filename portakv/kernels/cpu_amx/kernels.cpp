@@ -20,11 +20,11 @@ struct Plan {
     int64_t src_step;
     int64_t dst_step;
     int64_t row_bytes;  // on the side that slots point into
-    int64_t fetch_bytes;  // of a source row that is worth asking for ahead
+    int64_t ahead;
 };
 
 template <Way W>
-Plan plan(const Half& half, int64_t tokens) {
+Plan plan(const Half& half) {
     const Rows &src = half.src, &dst = half.dst;
     int64_t src_run = half.dim * item_bytes(src.dtype), dst_run = half.dim * item_bytes(dst.dtype);
     bool src_dense = half.heads == 1 || src.head_stride == src_run;
@@ -33,11 +33,10 @@ Plan plan(const Half& half, int64_t tokens) {
     for (int64_t h = 1; half.scale && h < half.heads; ++h) one_scale &= half.scale[h * half.scale_stride] == *half.scale;
     Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0, 0};
     p.row_bytes = half.heads * (W == Way::store ? dst_run : src_run);
+    if (W == Way::store) p.ahead = ahead_of(src, half.heads * src_run);
     if (src.dtype != dst.dtype) {
         p.run = converter(src.dtype, dst.dtype);
         p.n = half.dim;
-        int64_t row = half.heads * src_run;
-        if (W == Way::store && src_dense && tokens * row > kFetchBytes) p.fetch_bytes = row;
     }
     if (src_dense && dst_dense && one_scale) {
         p.n *= half.heads;
@@ -52,7 +51,7 @@ inline void do_row(const Plan& p, const char* src, char* dst, bool past_cache) {
         char* to = dst + r * p.dst_step;
         bool past = past_cache && reinterpret_cast<uintptr_t>(to) % kVec == 0;
         float scale = half.scale ? half.scale[r * half.scale_stride] : 1.0f;
-        (past ? p.run.past_cache : p.run.plain)(src + r * p.src_step, to, p.n, scale);
+        (past ? p.run.past_cache : p.run.plain)(src + r * p.src_step, to, p.n, scale, p.ahead);
     }
 }
 
@@ -65,17 +64,18 @@ struct Halves : Source {
     const Plan plans[2];
 
     Halves(const RowJob& j, int thread)
-        : Source(j, thread), job(j), plans{plan<W>(half_of(0), j.loc.size), plan<W>(half_of(1), j.loc.size)} {}
+        : Source(j, thread), job(j), plans{plan<W>(half_of(0)), plan<W>(half_of(1))} {}
 
+    static bool alike(const RowJob& j) {
+        int64_t k = j.half[0].dim, v = j.half[1].dim;
+        return !kRotated && k <= 2 * v && v <= 2 * k;
+    }
     const Half& half_of(int h) const {
         if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
         return job.half[h];
     }
     void touch_slot(int64_t slot, int h) const {
         touch(row_at(W == Way::store ? job.half[h].dst : job.half[h].src, slot), plans[h].row_bytes);
-    }
-    void fetch_token(int64_t token, int h) const {
-        if (plans[h].fetch_bytes) fetch(row_at(job.half[h].src, token), plans[h].fetch_bytes);
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;

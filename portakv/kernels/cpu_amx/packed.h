@@ -265,9 +265,9 @@ void do_piece(const Packed& p, const Piece& piece, int64_t head) {
             char *out = row + i * rows.row_stride, *own = at.page + token_offset(p.packing, at.t + i);
             bool past_cache = W == Way::store && reinterpret_cast<uintptr_t>(own) % kVec == 0;
             if (W == Way::store)
-                (past_cache ? run.past_cache : run.plain)(out, own, n, scale);
+                (past_cache ? run.past_cache : run.plain)(out, own, n, scale, 0);
             else
-                run.plain(own, out, n, scale);
+                run.plain(own, out, n, scale, 0);
         }
     } else if (!p.run.plain) {
         units(row, rows.row_stride, 0, p.dim);
@@ -279,9 +279,9 @@ void do_piece(const Packed& p, const Piece& piece, int64_t head) {
             for (int64_t i = 0; i < piece.count; ++i) {
                 char* out = row + i * rows.row_stride + d * p.other;
                 if (W == Way::store)
-                    p.run.plain(out, chunk + i * stride, n, scale);
+                    p.run.plain(out, chunk + i * stride, n, scale, 0);
                 else
-                    p.run.plain(chunk + i * stride, out, n, scale);
+                    p.run.plain(chunk + i * stride, out, n, scale, 0);
             }
             if (W == Way::store) units(chunk, stride, d, n);
         }

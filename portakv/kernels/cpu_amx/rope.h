@@ -58,6 +58,7 @@ struct Rotated {
           item(item_bytes(src.dtype)), angles(reinterpret_cast<float*>(rope.scratch + thread * rope.scratch_bytes)),
           scratch(rope.scratch + thread * rope.scratch_bytes + rope.dim * 4) {
         half.src.head_stride = half.dim * item;
+        half.src.row_stride = 0;
     }
 
     bool takes(int64_t token) const {
@@ -71,7 +72,7 @@ struct Rotated {
         if (rope.dtype == DType::f32)
             __builtin_memcpy(angles, table, std::size_t(rope.dim * 4));
         else
-            converter(rope.dtype, DType::f32).plain(table, reinterpret_cast<char*>(angles), rope.dim, 1.0f);
+            converter(rope.dtype, DType::f32).plain(table, reinterpret_cast<char*>(angles), rope.dim, 1.0f, 0);
         const char* from = row_at(src, token);
         char* to = scratch;
         for (int64_t h = 0; h < half.heads; ++h, from += src.head_stride, to += half.dim * item) {

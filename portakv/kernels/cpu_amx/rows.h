@@ -35,16 +35,17 @@ struct Share {
 };
 
 // The share of thread `i` of `threads`. A slot's K has one owner and so has its V, and owners go in token order: a
-// slot that comes twice in a store holds the last of its rows, whole. An even number of threads is split into those
-// for K and those for V, where these are two `halves`; each then reads its source from end to end.
+// slot that comes twice in a store holds the last of its rows, whole. Where K and V are alike, an even number of threads
+// is split into those for K and those for V; each then reads its source from end to end.
 template <Way W>
-Share share(int64_t tokens, int halves, int i, int threads) {
+Share share(int64_t tokens, int halves, bool alike, int i, int threads) {
     if (W == Way::gather) return {tokens * i / threads, tokens * (i + 1) / threads, 0, 1, 0, halves};
-    if (threads % halves) return {0, tokens, uint32_t(i), uint32_t(threads), 0, halves};
-    return {0, tokens, uint32_t(i / halves), uint32_t(threads / halves), i % halves, i % halves + 1};
+    if (!alike || threads % 2) return {0, tokens, uint32_t(i), uint32_t(threads), 0, halves};
+    return {0, tokens, uint32_t(i / 2), uint32_t(threads / 2), i % 2, i % 2 + 1};
 }
 
 constexpr int kAhead = 4;
+constexpr int64_t kAheadBytes = 4096;
 
 // Ask for one line per page of a row that comes up in `kAhead` tokens: rows are scattered, and this took a third off
 // a store of 64 or 512 rows of 2 KiB (distances of 2, 4 and 8 were alike).
@@ -52,17 +53,15 @@ inline void touch(const char* row, int64_t bytes) {
     for (int64_t o = 0; o < bytes; o += 4096) __builtin_prefetch(row + o);
 }
 
-// Sources of more come from memory, and a conversion keeps too few loads under way by itself (16384 tokens: 1.18
-// instead of 1.30 times the time of the copying store); for less it only costs instructions.
-constexpr int64_t kFetchBytes = 16 << 20;
-
-// Ask for a whole row.
-inline void fetch(const char* row, int64_t bytes) {
-    for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o);
+// How far ahead a conversion asks for its source, whose rows have `bytes`: 4 KiB of rows, one at least. By itself it
+// keeps too few loads under way.
+inline int64_t ahead_of(const Rows& src, int64_t bytes) {
+    int64_t rows = bytes > 0 ? kAheadBytes / bytes : 0;
+    return (rows > 0 ? rows : 1) * src.row_stride;
 }
 
 // `Work` says how a half of a row is done, `row(token, slot, half)`, what to ask for ahead of it, and which tokens it
-// `takes`.
+// `takes`; and whether its halves are `alike`, as much work each.
 template <Way W, class Work>
 void do_share(const RowJob& job, const Share& s, int thread) {
     constexpr int kBatch = 256;
@@ -85,7 +84,6 @@ void do_share(const RowJob& job, const Share& s, int thread) {
         for (int i = 0; i < n; ++i) {
             for (int h = s.first; h < s.last; ++h) {
                 if (i + kAhead < n) work.touch_slot(picks[i + kAhead].slot, h);
-                if (i + 2 < n) work.fetch_token(picks[i + 2].token, h);
                 work.row(picks[i].token, picks[i].slot, h);
             }
         }
@@ -96,12 +94,12 @@ void do_share(const RowJob& job, const Share& s, int thread) {
 
 template <Way W, class Work>
 void do_job(const RowJob& job) {
-    if (job.threads <= 1) return do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, 0, 1), 0);
+    if (job.threads <= 1) return do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, false, 0, 1), 0);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(job.threads)
     {
         int i = omp_get_thread_num();
-        do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, i, omp_get_num_threads()), i);
+        do_share<W, Work>(job, share<W>(job.loc.size, Work::kHalves, Work::alike(job), i, omp_get_num_threads()), i);
     }
 #endif
 }
