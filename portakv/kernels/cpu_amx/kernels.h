@@ -114,17 +114,16 @@ struct Packing {
     int64_t block;
 };
 
-// Tokens [token, token + count), which go with slots [slot, slot + count) of one tile.
-struct Piece {
+struct Pick {
     int64_t slot;
     int64_t token;
-    int64_t count;
 };
 
-// A store or gather of packed pages. Pieces of one tile of `tile` slots are neighbours, in token order: those of group
-// g are pieces [starts[g], starts[g + 1]). The packed side of a half has pages; its row stride means nothing.
+// A store or gather of packed pages. Picks of one tile of `tile` slots, a power of two, are neighbours, in token order:
+// those of group g are picks [starts[g], starts[g + 1]). The packed side of a half has pages; its row stride means
+// nothing.
 struct PackedJob {
-    const Piece* pieces;
+    const Pick* picks;
     const int64_t* starts;
     int64_t groups;
     int64_t tile;

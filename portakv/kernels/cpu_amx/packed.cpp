@@ -31,7 +31,7 @@ Packing packing_of(Layout layout, bool is_v, int64_t page, int64_t dim, int64_t 
     return {item, is_v ? 1 : page, dim};
 }
 
-// Slots whose tokens fill the lines of K that they share.
+// Slots whose tokens fill the lines of K that they share: a power of two.
 int64_t tile_of(Layout layout, int64_t page, int64_t item) {
     int64_t tile = layout == Layout::amx ? 16 : kLine / item;
     return page % tile ? kPage : tile;
@@ -68,42 +68,38 @@ void check_pair(const View& k_view, const View& v_view, const PackedView& k, con
                                  std::to_string(k.view.heads) + ", page, dim]");
 }
 
-// The slots to serve as pieces, pieces of a tile together.
-struct Pieces {
-    std::vector<Piece> pieces;
+// The slots to serve, those of a tile together.
+struct Cut {
+    std::vector<Pick> picks;
     std::vector<int64_t> starts;
     int64_t over = 0;
     int64_t partial = 0;
 };
 
-Pieces cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sort) {
-    Pieces out;
+Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sort) {
+    Cut out;
+    out.picks.reserve(size_t(loc.size));
+    const int shift = __builtin_ctzll(uint64_t(tile));
     bool sorted = true;
-    auto tile_at = [tile](const Piece& p) { return p.slot / tile; };
     for (int64_t t = 0; t < loc.size; ++t) {
         int64_t slot = slot_at(loc, t);
         out.over += slot >= end;
         if (slot < first || slot >= end) continue;
-        if (!out.pieces.empty()) {
-            Piece& last = out.pieces.back();
-            if (slot == last.slot + last.count && t == last.token + last.count && slot % tile) {
-                ++last.count;
-                continue;
-            }
-            sorted &= tile_at(last) <= slot / tile;
-        }
-        out.pieces.push_back({slot, t, 1});
+        sorted &= out.picks.empty() || out.picks.back().slot >> shift <= slot >> shift;
+        out.picks.push_back({slot, t});
     }
     // Scattered tokens that share lines are served together: a line is then fetched and written back once.
     if (!sorted && may_sort)
-        std::sort(out.pieces.begin(), out.pieces.end(), [&](const Piece& a, const Piece& b) {
-            return tile_at(a) != tile_at(b) ? tile_at(a) < tile_at(b) : a.token < b.token;
+        std::sort(out.picks.begin(), out.picks.end(), [shift](const Pick& a, const Pick& b) {
+            int64_t x = a.slot >> shift, y = b.slot >> shift;
+            return x != y ? x < y : a.token < b.token;
         });
-    for (size_t i = 0; i < out.pieces.size(); ++i) {
-        if (i == 0 || tile_at(out.pieces[i]) != tile_at(out.pieces[i - 1])) out.starts.push_back(int64_t(i));
-        out.partial += out.pieces[i].count < tile;
+    int64_t n = int64_t(out.picks.size());
+    for (int64_t i = 0, begin = 0; i <= n; ++i) {
+        if (i < n && i > 0 && out.picks[i].slot >> shift == out.picks[i - 1].slot >> shift) continue;
+        if (i - begin < tile) out.partial += i - begin;
+        out.starts.push_back(begin = i);
     }
-    out.starts.push_back(int64_t(out.pieces.size()));
     return out;
 }
 
@@ -126,9 +122,9 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     int64_t* fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     int64_t page = caches[0].view.rows.page, item = dtype_bytes(cache_views[0].dtype);
     job.tile = tile_of(layout, page, item);
-    Pieces cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, scatter);
+    Cut cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, scatter);
     if (cuts.over) __atomic_fetch_add(fault, cuts.over, __ATOMIC_RELAXED);
-    job.pieces = cuts.pieces.data();
+    job.picks = cuts.picks.data();
     job.starts = cuts.starts.data();
     job.groups = int64_t(cuts.starts.size()) - 1;
     if (job.groups == 0) return;
