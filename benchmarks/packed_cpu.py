@@ -2,8 +2,9 @@
 
 K and V of 8x128 bfloat16, through the public API and vLLM's op, in one process, into pages of one kind of memory; a
 pool much larger than the last-level cache, other slots each call. Slots are consecutive from the start of a page; pages
-in random order, as allocators hand them out; or scattered one by one. `lines` is what a scattered store has to move:
-each element of K that it writes costs a cache line read and written back. Ratios are medians over rounds in turn.
+in random order, as allocators hand them out; those of a range in random order; or scattered one by one. `lines` is what
+a scattered store has to move: each unit of K that it writes costs a cache line read and written back. Ratios are medians
+over rounds in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from timing import environment, interleave, ratio, summary, used_pool
 from portakv import LayerSpec
 
 HEADS, DIM = 8, 128
-TOKENS = (1, 16, 64, 512, 4096, 16384)
+TOKENS = (1, 16, 32, 64, 512, 4096, 16384)
 LAYERS = [LayerSpec(None, HEADS, DIM)]
 
 
@@ -36,9 +37,11 @@ def slot_sets(order: str, size: int, page: int, tokens: int) -> list[torch.Tenso
     """Sets of `tokens` slots of a pool of `size`, from all over it."""
     sets, count = [], max(1, min(1024, 65536 // tokens))
     for _ in range(count):
+        start = page * int(torch.randint(1, (size - tokens) // page, ()))
         if order == "consecutive":
-            start = page * int(torch.randint(1, (size - tokens) // page, ()))
-            slots = torch.arange(start, start + tokens)
+            slots = start + torch.arange(tokens)
+        elif order == "shuffled":
+            slots = start + torch.randperm(tokens)
         elif order == "pages":
             pages = torch.randperm(size // page - 1)[: -(-tokens // page)] + 1
             slots = (pages[:, None] * page + torch.arange(page)).flatten()[:tokens]
@@ -65,7 +68,7 @@ def measure(vllm: Any, layout: str, page: int, size: int, rounds: int) -> list[d
         }
 
     table = []
-    for order in ("consecutive", "pages", "scattered"):
+    for order in ("consecutive", "pages", "shuffled", "scattered"):
         for tokens in TOKENS:
             sets = slot_sets(order, size, page, tokens)
             candidates, calls = stores(sets, tokens), max(1, 4096 // tokens)
