@@ -1,10 +1,10 @@
 """What packed CPU stores cost beside vLLM's: `python benchmarks/packed_cpu.py [--json]`, with the extra `peers`.
 
 K and V of 8x128 bfloat16, through the public API and vLLM's op, in one process, into pages of one kind of memory; a
-pool much larger than the last-level cache, other slots each call. Slots are consecutive from the start of a page; pages
-in random order, as allocators hand them out; those of a range in random order; or scattered one by one. `lines` is what
-a scattered store has to move: each unit of K that it writes costs a cache line read and written back. Ratios are medians
-over rounds in turn.
+pool much larger than the last-level cache, other slots each call. Slots are consecutive from the start of a page;
+pages in random order, as allocators hand them out; those of a range in random order; or scattered one by one. `lines`
+is what a scattered store has to move: each unit of K that it writes costs a cache line read and written back. Ratios
+are medians over rounds in turn.
 """
 
 from __future__ import annotations
