@@ -220,11 +220,20 @@ def arguments() -> dict[str, Any]:
     return dict(zip(names, (k, v, k_cache, v_cache, loc, one, one, faults(), fmt), strict=True))
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of `x` whose memory was given back."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
 BAD: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception]]] = [
     ("k", lambda x: None, TypeError),
     ("k", lambda x: x.numpy(force=True) if x.dtype != torch.bfloat16 else x.float().numpy(), TypeError),
     ("k", lambda x: x.to("meta"), TypeError),
     ("k", lambda x: x.to_sparse(), TypeError),
+    ("k", freed, TypeError),
+    ("k", torch._to_functional_tensor, TypeError),
     ("k", lambda x: x.double(), TypeError),
     ("k", lambda x: x.to(torch.float8_e4m3fn), TypeError),
     ("k", lambda x: x[:2], ValueError),
@@ -241,6 +250,7 @@ BAD: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception]]] = [
     ("loc", lambda x: x.to(torch.int16), TypeError),
     ("loc", lambda x: x[None], ValueError),
     ("loc", lambda x: [1, 2, 3], TypeError),
+    ("loc", freed, TypeError),
     ("faults", lambda x: x[: len(FAULT_KINDS) - 1], ValueError),
     ("faults", lambda x: x.int(), TypeError),
 ]

@@ -214,11 +214,14 @@ void init_tensors() {
 
 View read_tensor(nb::handle object, const char* name) {
     check_plain(object, name);
-    switch (torch_.reader) {
-        case Reader::exchange: return read_exchange(object, name);
-        case Reader::shim: return read_shim(object, name);
-        default: return read_attributes(object, name);
-    }
+    View view = torch_.reader == Reader::exchange ? read_exchange(object, name)
+                : torch_.reader == Reader::shim   ? read_shim(object, name)
+                                                  : read_attributes(object, name);
+    bool empty = false;
+    for (int i = 0; i < view.rank; ++i) empty |= view.shape[i] == 0;
+    // As of a functional tensor, a wrapper without bytes of its own.
+    if (!view.data && !empty) refuse_type(name, "a tensor with memory", "one without");
+    return view;
 }
 
 DType read_dtype(nb::handle dtype) {
