@@ -1,8 +1,9 @@
 """What `pool.plan_read` costs on a CPU beside torch: `python benchmarks/plan_read_cpu.py [--json]`.
 
 A batch of decoding requests over a table of int32 slots in pages of 16 that lie anywhere, outputs in int32 and made
-anew by both sides. The torch expressions have no loop over requests, and may be written in two ways. Ratios are medians
-over rounds in which all candidates ran in turn.
+anew by both sides. The torch expressions have no loop over requests, and may be written in several ways: page tables as
+SGLang's backends write them (`gathered`), from a strided slice, or by shifts. Ratios are medians over rounds in which
+all candidates ran in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WINDOW, PAGE = 1024, 16
 TORCH = {
     Structure.RAGGED: ("masked", "repeated"),
     Structure.ROWS: ("token_rows",),
-    Structure.PAGES: ("pages", "shifted"),
+    Structure.PAGES: ("gathered", "sliced", "shifted"),
 }
 
 
@@ -85,13 +86,21 @@ class Batch:
         slots, mask, lens, starts = self.positions(swa)
         return torch.where(mask, self.mapping[slots], 0).int() if swa else torch.where(mask, slots, 0), lens, starts
 
-    def pages(self, swa: bool) -> tuple[Tensor, ...]:
+    def gathered(self, swa: bool) -> tuple[Tensor, ...]:
+        """Rows of tokens, translated, of which each page's first is taken."""
+        lens, starts, most = self.spans(swa, PAGE)
+        columns = torch.arange(most)
+        slots = self.table[self.rows[:, None], starts[:, None] + columns] if swa else self.table[self.rows, :most]
+        pages = (self.mapping[slots] if swa else slots)[:, columns[::PAGE]] // PAGE
+        return torch.where(columns[::PAGE] < lens[:, None], pages, 0).int(), lens.int(), starts.int()
+
+    def sliced(self, swa: bool) -> tuple[Tensor, ...]:
         slots, mask, lens, starts = self.positions(swa, PAGE)
         pages = (self.mapping[slots] if swa else slots) // PAGE
         return torch.where(mask, pages, 0).int(), lens, starts
 
     def shifted(self, swa: bool) -> tuple[Tensor, ...]:
-        """`pages` without a division, as only a power of two allows, and in place."""
+        """`sliced` without a division, as only a power of two allows, and in place."""
         slots, mask, lens, starts = self.positions(swa, PAGE)
         pages = self.mapping[slots] if swa else slots
         pages >>= PAGE.bit_length() - 1
