@@ -90,34 +90,37 @@ void run_rope(int src, int64_t block, int64_t angles, bool pairs) {
     std::printf(" %016llx %lld\n", (unsigned long long)digest(back), (long long)faults);
 }
 
-// Whole tiles and single tokens of packed pages, in every unit and width that there is.
-void run_packed(int format, Packing k, Packing v) {
-    constexpr int64_t kPage = 128, kPages = 4;
-    auto [dtype, bytes] = kFormats[format];
-    std::vector<char> x(kPages * kPage * kRow * bytes), back(x.size(), 0), caches[2] = {back, back};
+// Packed pages, in every unit and width that there is: tiles whole, with gaps and all but empty, whose slots are in some
+// order.
+void run_packed(int src, int dst, int64_t page, Packing k, Packing v) {
+    constexpr int64_t kPages = 4;
+    auto [src_type, src_bytes] = kFormats[src];
+    auto [dst_type, dst_bytes] = kFormats[dst];
+    std::vector<char> x(kPages * page * kRow * src_bytes), back(x.size(), 0);
+    std::vector<char> caches[2] = {std::vector<char>(kPages * page * kRow * dst_bytes), {}};
+    caches[1] = caches[0];
     for (size_t i = 0; i < x.size(); ++i) x[i] = char(i * 2654435761u >> 13);
-    int64_t tile = k.width == 16 ? 16 : 64 / bytes;
-    std::vector<Piece> pieces;
+    int64_t tile = k.width == 16 ? 16 : 64 / dst_bytes;
+    if (page % tile) tile = 32;
+    std::vector<Pick> picks;
     std::vector<int64_t> starts;
-    for (int64_t slot = kPage; slot < kPages * kPage; slot += tile) {
-        starts.push_back(int64_t(pieces.size()));
-        for (int64_t i = 0, n; i < tile; i += n) {  // a tile whole, or in pieces with gaps
-            n = slot / tile % 2 ? tile : 1 + i * 5 % 7;
-            n = n < tile - i ? n : tile - i;
-            if (n != 3) pieces.push_back({slot + i, slot + i - kPage, n});
-        }
+    for (int64_t slot = page; slot < kPages * page; slot += tile) {
+        constexpr int64_t kEvery[] = {1, 2, 5, 13};
+        starts.push_back(int64_t(picks.size()));
+        for (int64_t i = 0; i < tile; i += kEvery[slot / tile % 4]) picks.push_back({slot + i * 5 % tile, int64_t(picks.size())});
     }
-    starts.push_back(int64_t(pieces.size()));
-    PackedJob job{pieces.data(), starts.data(), int64_t(starts.size()) - 1, tile, {}, {k, v}, 2};
-    Rows plain = rows(x, dtype, bytes), out = rows(back, dtype, bytes);
+    starts.push_back(int64_t(picks.size()));
+    PackedJob job{picks.data(), starts.data(), int64_t(starts.size()) - 1, tile, {}, {k, v}, 2};
+    const float scales[kHeads] = {0.37f, 1.0f};
+    Rows plain = rows(x, src_type, src_bytes), out = rows(back, src_type, src_bytes);
     for (int h = 0; h < 2; ++h) {
-        Rows pages{caches[h].data(), 0, kPage * kDim * bytes, kPage, kHeads * kPage * kDim * bytes, dtype};
-        job.half[h] = {plain, pages, kHeads, kDim, nullptr, 0};
+        Rows pages{caches[h].data(), 0, page * kDim * dst_bytes, page, kHeads * page * kDim * dst_bytes, dst_type};
+        job.half[h] = {plain, pages, kHeads, kDim, dst_bytes == 1 ? scales : nullptr, 1};
     }
     kernels_generic.store_packed(job);
-    std::printf("packed %d %d %016llx %016llx", format, int(k.width), (unsigned long long)digest(caches[0]),
+    std::printf("packed %d %d %d %016llx %016llx", src, dst, int(k.width), (unsigned long long)digest(caches[0]),
                 (unsigned long long)digest(caches[1]));
-    for (Half& half : job.half) half = {half.dst, out, kHeads, kDim, nullptr, 0};
+    for (Half& half : job.half) half = {half.dst, out, kHeads, kDim, half.scale, 1};
     kernels_generic.gather_packed(job);
     std::printf(" %016llx\n", (unsigned long long)digest(back));
 }
@@ -146,8 +149,12 @@ int main() {
     for (int src = 0; src < 3; ++src)
         for (int dst = 0; dst < 7; ++dst)
             for (float scale : {1.0f, 0.37f, 1e30f, 3e-30f}) run(src, dst, scale);
-    run_packed(2, {4, 16, kDim / 2}, {2, 2, 16});
-    for (int format : {0, 2, 3}) run_packed(format, {kFormats[format].bytes, 128, kDim}, {kFormats[format].bytes, 1, kDim});
+    for (int src : {0, 2}) run_packed(src, 2, 96, {4, 16, kDim / 2}, {2, 2, 16});
+    for (int src : {0, 3})
+        for (int dst : {0, 2, 3})
+            for (int64_t page : {96, 128})
+                if (src == 0 || src == dst)
+                    run_packed(src, dst, page, {kFormats[dst].bytes, page, kDim}, {kFormats[dst].bytes, 1, kDim});
     for (int src = 0; src < 3; ++src)
         for (int64_t block : {0, 64, 128})
             for (int64_t angles : {0, 16, 64})
