@@ -119,9 +119,9 @@ struct Pick {
     int64_t token;
 };
 
-// A store or gather of packed pages. Picks of one tile of `tile` slots, a power of two, are neighbours, in token order:
-// those of group g are picks [starts[g], starts[g + 1]). The packed side of a half has pages; its row stride means
-// nothing.
+// A store or gather of packed pages. The picks of group g, [starts[g], starts[g + 1]), lie in one tile of `tile` slots,
+// a power of two; of a store they are all that do, in token order. The packed side of a half has pages; its row stride
+// means nothing.
 struct PackedJob {
     const Pick* picks;
     const int64_t* starts;

@@ -147,27 +147,25 @@ inline void collect(const char* src, int64_t step, char* dst, int64_t units) {
         reinterpret_cast<Bits<Unit>*>(dst)[u] = *reinterpret_cast<const Bits<Unit>*>(src + u * step);
 }
 
-// Two tokens side by side, 16 units of each: a line. `present` has a bit for each.
-template <int Unit>
-void zip(const char* const* rows, uint64_t present, char* dst) {
+// Two tokens side by side, 16 units of two bytes each: a line. `present` has a bit for each.
+inline void zip(const char* const* rows, uint64_t present, char* dst) {
     bool past_cache = reinterpret_cast<uintptr_t>(dst) % kLine == 0;
 #if defined(__AVX512BW__)
-    if (Unit == 2) {
-        auto words = [](const char* p) {
-            return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-        };
-        Lanes<4> line{_mm512_or_si512(words(rows[0]), _mm512_slli_epi32(words(rows[1]), 16))};
-        if (present != 3) return line.put_some<2>(dst, present * 0x55555555);
-        return past_cache ? line.put_past_cache(dst) : line.put(dst);
-    }
-#endif
-    if (present != 3) return spread<Unit>(rows[present == 2], dst + (present == 2) * Unit, 2 * Unit, 16);
-    for (int o = 0; o < 16 * Unit; o += 16) {
+    auto words = [](const char* p) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    };
+    Lanes<4> line{_mm512_or_si512(words(rows[0]), _mm512_slli_epi32(words(rows[1]), 16))};
+    if (present != 3) return line.put_some<2>(dst, present * 0x55555555);
+    past_cache ? line.put_past_cache(dst) : line.put(dst);
+#else
+    if (present != 3) return spread<2>(rows[present == 2], dst + (present == 2) * 2, 4, 16);
+    for (int o = 0; o < 32; o += 16) {
         Lanes<1> low, high;
-        interleave<Unit>(Lanes<1>::load(rows, 0, o), Lanes<1>::load(rows + 1, 0, o), low, high);
+        interleave<2>(Lanes<1>::load(rows, 0, o), Lanes<1>::load(rows + 1, 0, o), low, high);
         past_cache ? low.put_past_cache(dst + 2 * o) : low.put(dst + 2 * o);
         past_cache ? high.put_past_cache(dst + 2 * o + 16) : high.put(dst + 2 * o + 16);
     }
+#endif
 }
 
 }  // namespace

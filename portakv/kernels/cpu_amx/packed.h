@@ -80,8 +80,8 @@ inline float scale_of(const Half& half, int64_t head) {
     return half.scale ? half.scale[head * half.scale_stride] : 1.0f;
 }
 
-// Tokens are converted in chunks that stay in the first-level cache.
-constexpr int kChunkUnits = 64;
+// Elements of a token that are converted at a time; so many of a whole tile stay in the first-level cache.
+constexpr int kChunk = 64;
 
 template <Way W, int Unit>
 void do_token(const Packed& p, const Pick& pick, int64_t head) {
@@ -99,9 +99,9 @@ void do_token(const Packed& p, const Pick& pick, int64_t head) {
         return;
     }
     if (!p.run.plain) return do_units<W, Unit>(p, row, pick.slot, head, 0, p.dim * p.item / Unit);
-    alignas(64) char chunk[kChunkUnits * 4];
-    for (int64_t d = 0; d < p.dim; d += kChunkUnits, row += kChunkUnits * p.other) {
-        const int64_t n = p.dim - d < kChunkUnits ? p.dim - d : kChunkUnits;
+    alignas(64) char chunk[kChunk * 4];
+    for (int64_t d = 0; d < p.dim; d += kChunk, row += kChunk * p.other) {
+        const int64_t n = p.dim - d < kChunk ? p.dim - d : kChunk;
         if (W == Way::store) p.run.plain(row, chunk, n, scale, 0);
         do_units<W, Unit>(p, chunk, pick.slot, head, d * p.item / Unit, n * p.item / Unit);
         if (W == Way::gather) p.run.plain(chunk, row, n, scale, 0);
@@ -136,8 +136,8 @@ void put_tile(const Packed& p, const Tile& tile, int64_t head, int64_t first, in
             const int64_t step = p.packing.width * Unit;
             return (lines ? transpose<Unit, 4> : transpose<Unit, 2>)(rows, tile.present, out, step, n);
         }
-        for (int64_t i = 0; i < tile.tokens; i += 2, out += 2 * p.packing.block * Unit)
-            if (uint64_t present = tile.present >> i & 3) zip<Unit>(rows + i, present, out);
+        for (int64_t i = 0; i < tile.tokens; i += 2, out += kLine)
+            if (uint64_t present = tile.present >> i & 3) zip(rows + i, present, out);
     });
 }
 
@@ -154,10 +154,10 @@ void store_tile(const Packed& p, const Pick* picks, int64_t count, int64_t token
         tile.present |= uint64_t(1) << (picks[i].slot - tile.slot);
     }
     if (!p.run.plain) return put_tile<Unit>(p, tile, head, 0, p.dim * p.item / Unit);
-    alignas(64) char chunk[kTileTokens * kChunkUnits * 4];
+    alignas(64) char chunk[kLine * kChunk];  // an element of each of a tile's tokens takes a line at most
     Tile converted = tile;
-    for (int64_t d = 0; d < p.dim; d += kChunkUnits) {
-        const int64_t n = p.dim - d < kChunkUnits ? p.dim - d : kChunkUnits;
+    for (int64_t d = 0; d < p.dim; d += kChunk) {
+        const int64_t n = p.dim - d < kChunk ? p.dim - d : kChunk;
         for (int64_t i = 0; i < tokens; ++i) {
             converted.rows[i] = chunk + i * n * p.item;
             if (tile.present >> i & 1) p.run.plain(tile.rows[i] + d * p.other, converted.rows[i], n, scale_of(*p.half, head), 0);

@@ -167,7 +167,7 @@ void copy(const char* src, char* dst, int64_t n, float, int64_t) {
         for (int j = 0; j < 4; ++j) Put(dst + i + j * kVec, x[j]);
     }
     for (; i + kVec <= n; i += kVec) Put(dst + i, *reinterpret_cast<const Vec*>(src + i));
-    __builtin_memcpy(dst + i, src + i, std::size_t(n - i));
+    if (i < n) __builtin_memcpy(dst + i, src + i, std::size_t(n - i));
 }
 
 constexpr Run kCopy = {copy<put>, copy<put_past_cache>};
