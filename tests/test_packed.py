@@ -99,6 +99,43 @@ def test_threads_share_no_line_and_the_last_row_of_a_slot_wins() -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+TILES = [
+    KVFormat(2, 64, 96, BF16, 96, Layout.CPU_AMX),
+    KVFormat(1, 80, 48, torch.float32, 32, Layout.CPU_VEC),
+    KVFormat(3, 48, 80, BF16, 32, Layout.CPU_VEC),
+    KVFormat(2, 80, 96, torch.float8_e4m3fn, 64, Layout.CPU_VEC),
+    KVFormat(3, 48, 80, torch.float8_e5m2fnuz, 96, Layout.CPU_VEC),  # its tiles are half a line wide
+]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("fmt", TILES, ids=lambda f: f.tag)
+def test_tiles_whole_and_partial_in_any_order(fmt: KVFormat, threads: int, isa: str) -> None:
+    """Slots repeat, and the last row of each wins: the reference, which knows no order, is fed with those alone."""
+    torch.manual_seed(threads)
+    page, heads, dims = fmt.page_size, fmt.num_kv_heads, (fmt.head_dim, fmt.v_head_dim)
+    whole, partial = page + torch.randperm(page), 2 * page + torch.randint(0, page, (page,))
+    single, skipped = [3 * page + 5, 4 * page, 5 * page - 1], [-1, 0, page - 1, 5 * page, 2**31 - 1]
+    loc = torch.cat([whole, partial, torch.tensor(single + skipped)])
+    loc = loc[torch.randperm(len(loc))].to(torch.int32 if threads == 1 else torch.int64)
+    kept = torch.tensor(sorted({int(slot): t for t, slot in enumerate(loc)}.values()))
+    before = torch.get_num_threads()
+    for dtype in (fmt.dtype, torch.float32):
+        k, v = (random_rows((len(loc), heads, dim), dtype) for dim in dims)
+        want = [random_rows((5, heads, page, dim), fmt.dtype) for dim in dims]
+        got, inv = [cache.clone() for cache in want], torch.rand(heads) + 0.5
+        faults, counted = torch.zeros(2, len(FAULT_KINDS), dtype=torch.int64)
+        reference_packed.store_kv_packed(k[kept], v[kept], *want, loc[kept], inv, inv, faults, fmt)
+        torch.set_num_threads(threads)
+        try:
+            _native.store_kv_packed(k, v, *got, loc, inv, inv, counted, fmt)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(faults, counted)
+        for a, b in zip(want, got, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 FMT = KVFormat(2, 64, 32, BF16, 32, Layout.CPU_AMX)
 
 
