@@ -77,28 +77,45 @@ struct Cut {
 };
 
 Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sort) {
+    struct Stretch {
+        int64_t tile, begin, end;
+    };
     Cut out;
-    out.picks.reserve(size_t(loc.size));
+    std::vector<Pick> picks;
+    std::vector<Stretch> stretches;
+    picks.reserve(size_t(loc.size));
     const int shift = __builtin_ctzll(uint64_t(tile));
     bool sorted = true;
     for (int64_t t = 0; t < loc.size; ++t) {
-        int64_t slot = slot_at(loc, t);
+        int64_t slot = slot_at(loc, t), n = int64_t(picks.size());
         out.over += slot >= end;
         if (slot < first || slot >= end) continue;
-        sorted &= out.picks.empty() || out.picks.back().slot >> shift <= slot >> shift;
-        out.picks.push_back({slot, t});
+        if (stretches.empty() || stretches.back().tile != slot >> shift) {
+            sorted &= stretches.empty() || stretches.back().tile < slot >> shift;
+            stretches.push_back({slot >> shift, n, n});
+        }
+        picks.push_back({slot, t});
+        ++stretches.back().end;
     }
     // Scattered tokens that share lines are served together: a line is then fetched and written back once.
-    if (!sorted && may_sort)
-        std::sort(out.picks.begin(), out.picks.end(), [shift](const Pick& a, const Pick& b) {
-            int64_t x = a.slot >> shift, y = b.slot >> shift;
-            return x != y ? x < y : a.token < b.token;
+    if (!sorted && may_sort) {
+        std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
+            return a.tile != b.tile ? a.tile < b.tile : a.begin < b.begin;
         });
-    int64_t n = int64_t(out.picks.size());
-    for (int64_t i = 0, begin = 0; i <= n; ++i) {
-        if (i < n && i > 0 && out.picks[i].slot >> shift == out.picks[i - 1].slot >> shift) continue;
-        if (i - begin < tile) out.partial += i - begin;
-        out.starts.push_back(begin = i);
+        out.picks.reserve(picks.size());
+        for (const Stretch& s : stretches) out.picks.insert(out.picks.end(), &picks[s.begin], &picks[s.begin] + (s.end - s.begin));
+    } else {
+        out.picks = std::move(picks);
+    }
+    int64_t at = 0;
+    for (size_t i = 0; i < stretches.size(); ++i) {
+        if (i == 0 || stretches[i].tile != stretches[i - 1].tile) out.starts.push_back(at);
+        at += stretches[i].end - stretches[i].begin;
+    }
+    out.starts.push_back(at);
+    for (size_t g = 0; g + 1 < out.starts.size(); ++g) {
+        int64_t count = out.starts[g + 1] - out.starts[g];
+        if (count < tile) out.partial += count;
     }
     return out;
 }
