@@ -1,4 +1,4 @@
-// Tokens transposed in registers and written as whole lines. Part of kernels.cpp, in whose namespace it stands.
+// Tokens transposed in registers and written line by line. Part of kernels.cpp, in whose namespace it stands.
 #pragma once
 
 #include "runs.h"
@@ -100,12 +100,12 @@ inline void interleave(Lanes<4> a, Lanes<4> b, Lanes<4>& low, Lanes<4>& high) {
 #endif
 
 constexpr int kLine = 64;
+// Whether a line can be written in part, by a mask: vectors as wide as lines have those.
+constexpr bool kMasks = kVec == kLine;
 
 // The tokens that share a line of K, `L * 16 / Unit` of them, for `units` units whose lines are `step` bytes apart: unit
 // u of token i lies at `rows[i] + u * Unit`. `units` is a multiple of 16 / Unit. Of tokens that are not `present` a line
-// keeps what it has; that takes vectors as wide as lines.
-constexpr bool kMasks = kVec == kLine;
-
+// keeps what it has, where kMasks; else all are.
 template <int Unit, int L>
 void transpose(const char* const* rows, uint64_t present, char* dst, int64_t step, int64_t units) {
     constexpr int kPer = 16 / Unit, kWide = 16 * L < kVec ? L : kVec / 16;
