@@ -129,6 +129,7 @@ struct PackedJob {
     int64_t tile;
     Half half[2];
     Packing packing[2];
+    bool far;  // the source of a store is larger than caches
     int threads;
 };
 

@@ -105,13 +105,15 @@ constexpr bool kMasks = kVec == kLine;
 
 // The tokens that share a line of K, `L * 16 / Unit` of them, for `units` units whose lines are `step` bytes apart: unit
 // u of token i lies at `rows[i] + u * Unit`. `units` is a multiple of 16 / Unit. Of tokens that are not `present` a line
-// keeps what it has, where kMasks; else all are.
+// keeps what it has, where kMasks; else all are. `ahead` bytes after each row lies what will be read next, if not 0.
 template <int Unit, int L>
-void transpose(const char* const* rows, uint64_t present, char* dst, int64_t step, int64_t units) {
+void transpose(const char* const* rows, uint64_t present, char* dst, int64_t step, int64_t units, int64_t ahead) {
     constexpr int kPer = 16 / Unit, kWide = 16 * L < kVec ? L : kVec / 16;
     const bool whole = present == all_of(L * kPer);
     const bool past_cache = L * 16 == kLine && (reinterpret_cast<uintptr_t>(dst) | uintptr_t(step)) % kLine == 0;
     for (int64_t u = 0; u < units; u += kPer) {
+        if (ahead)  // of four passes over a line, one asks for each row
+            for (int i = int(u / kPer % 4); i < L * kPer; i += 4) __builtin_prefetch(rows[i] + u * Unit + ahead);
         for (int part = 0; part < L; part += kWide) {
             Lanes<kWide> a[kPer], b[kPer];
             for (int i = 0; i < kPer; ++i) a[i] = Lanes<kWide>::load(rows + part * kPer + i, kPer, u * Unit);
@@ -147,8 +149,9 @@ inline void collect(const char* src, int64_t step, char* dst, int64_t units) {
         reinterpret_cast<Bits<Unit>*>(dst)[u] = *reinterpret_cast<const Bits<Unit>*>(src + u * step);
 }
 
-// Two tokens side by side, 16 units of two bytes each: a line. `present` has a bit for each.
-inline void zip(const char* const* rows, uint64_t present, char* dst) {
+// Two tokens side by side, 16 units of two bytes each: a line. `present` has a bit for each, `ahead` is as above.
+inline void zip(const char* const* rows, uint64_t present, char* dst, int64_t ahead) {
+    if (ahead) __builtin_prefetch(rows[0] + ahead), __builtin_prefetch(rows[1] + ahead);
     bool past_cache = reinterpret_cast<uintptr_t>(dst) % kLine == 0;
 #if defined(__AVX512BW__)
     auto words = [](const char* p) {

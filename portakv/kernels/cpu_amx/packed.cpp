@@ -124,6 +124,9 @@ Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sor
 // A token on its own touches a line for each unit of K.
 constexpr int64_t kPartialCost = 16;
 
+// Sources of more bytes are read from memory; smaller ones from a cache, where asking ahead costs more than it saves.
+constexpr int64_t kFar = 32 << 20;
+
 void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
                nb::handle loc, nb::handle k_scale, nb::handle v_scale, nb::handle faults, nb::handle fmt,
                const char* const names[4]) {
@@ -149,6 +152,7 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     for (int i = 0; i < 2; ++i) job.packing[i] = caches[i].packing;
     int64_t row = (job.half[0].dim + job.half[1].dim) * job.half[0].heads * item;
     int64_t bytes = row * (slots.size + kPartialCost * cuts.partial);
+    job.far = scatter && row / item * dtype_bytes(k_view.dtype) * slots.size > kFar;
     job.threads = threads_for(bytes);
     launch(scatter ? kernels->store_packed : kernels->gather_packed, job, bytes);
 }

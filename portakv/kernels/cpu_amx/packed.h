@@ -46,6 +46,7 @@ struct Packed {
     int64_t dim;
     int64_t item;    // bytes of a stored element
     int64_t other;   // and of one on the other side
+    int64_t ahead;   // bytes from a row to the next head's, which is asked for meanwhile, or 0
 };
 
 // `put(offset in the page, units done, units)` for the runs of units [first, first + units) within blocks.
@@ -92,10 +93,12 @@ void do_token(const Packed& p, const Pick& pick, int64_t head) {
         const int64_t n = p.run.plain ? p.dim : p.dim * p.item;
         const Place at = place(p.cache, pick.slot, head);
         char* own = at.page + token_offset(p.packing, at.t);
-        if (W == Way::store)
+        if (W == Way::store) {
+            if (p.ahead) fetch(row + p.ahead, int(p.dim * p.other));
             (reinterpret_cast<uintptr_t>(own) % kVec == 0 ? run.past_cache : run.plain)(row, own, n, scale, 0);
-        else
+        } else {
             run.plain(own, row, n, scale, 0);
+        }
         return;
     }
     if (!p.run.plain) return do_units<W, Unit>(p, row, pick.slot, head, 0, p.dim * p.item / Unit);
@@ -119,7 +122,7 @@ struct Tile {
 };
 
 template <int Unit>
-void put_tile(const Packed& p, const Tile& tile, int64_t head, int64_t first, int64_t units) {
+void put_tile(const Packed& p, const Tile& tile, int64_t head, int64_t first, int64_t units, int64_t ahead) {
     const Place at = place(p.cache, tile.slot, head);
     char* to = at.page + token_offset(p.packing, at.t);
     const bool pairs = p.packing.width == 2, lines = tile.tokens * Unit == kLine;
@@ -134,10 +137,10 @@ void put_tile(const Packed& p, const Tile& tile, int64_t head, int64_t first, in
         char* out = to + offset;
         if (!pairs) {
             const int64_t step = p.packing.width * Unit;
-            return (lines ? transpose<Unit, 4> : transpose<Unit, 2>)(rows, tile.present, out, step, n);
+            return (lines ? transpose<Unit, 4> : transpose<Unit, 2>)(rows, tile.present, out, step, n, ahead);
         }
         for (int64_t i = 0; i < tile.tokens; i += 2, out += kLine)
-            if (uint64_t present = tile.present >> i & 3) zip(rows + i, present, out);
+            if (uint64_t present = tile.present >> i & 3) zip(rows + i, present, out, ahead);
     });
 }
 
@@ -153,16 +156,16 @@ void store_tile(const Packed& p, const Pick* picks, int64_t count, int64_t token
         tile.rows[picks[i].slot - tile.slot] = row_of(p.half->src, picks[i], head);
         tile.present |= uint64_t(1) << (picks[i].slot - tile.slot);
     }
-    if (!p.run.plain) return put_tile<Unit>(p, tile, head, 0, p.dim * p.item / Unit);
+    if (!p.run.plain) return put_tile<Unit>(p, tile, head, 0, p.dim * p.item / Unit, p.ahead);
     alignas(64) char chunk[kLine * kChunk];  // an element of each of a tile's tokens takes a line at most
     Tile converted = tile;
     for (int64_t d = 0; d < p.dim; d += kChunk) {
         const int64_t n = p.dim - d < kChunk ? p.dim - d : kChunk;
         for (int64_t i = 0; i < tokens; ++i) {
             converted.rows[i] = chunk + i * n * p.item;
-            if (tile.present >> i & 1) p.run.plain(tile.rows[i] + d * p.other, converted.rows[i], n, scale_of(*p.half, head), 0);
+            if (tile.present >> i & 1) p.run.plain(tile.rows[i] + d * p.other, converted.rows[i], n, scale_of(*p.half, head), p.ahead);
         }
-        put_tile<Unit>(p, converted, head, d * p.item / Unit, n * p.item / Unit);
+        put_tile<Unit>(p, converted, head, d * p.item / Unit, n * p.item / Unit, 0);
     }
 }
 
@@ -193,7 +196,7 @@ void do_tiles(const PackedJob& job, int64_t begin, int64_t end) {
     for (int h = 0; h < 2; ++h) {
         const Half& half = job.half[h];
         const Rows &cache = W == Way::store ? half.dst : half.src, &other = W == Way::store ? half.src : half.dst;
-        packed[h] = {&half, cache, job.packing[h], {}, half.dim, item_bytes(cache.dtype), item_bytes(other.dtype)};
+        packed[h] = {&half, cache, job.packing[h], {}, half.dim, item_bytes(cache.dtype), item_bytes(other.dtype), job.far ? half.src.head_stride : 0};
         if (half.src.dtype != half.dst.dtype) packed[h].run = converter(half.src.dtype, half.dst.dtype);
     }
     const int64_t heads = job.half[0].heads;
@@ -249,7 +252,7 @@ void move_packed(const MoveJob& job, const Packing& packing) {
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif
-        Packed p{nullptr, job.rows, packing, {}, 0, 0, 0};
+        Packed p{nullptr, job.rows, packing, {}, 0, 0, 0, 0};
         p.cache.data += item / job.heads * job.layer_stride;
         char* staged = job.staging + thread * job.staging_bytes;
         if (packing.unit == 1) move_head<1>(job, p, item % job.heads, staged);
