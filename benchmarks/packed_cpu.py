@@ -71,7 +71,7 @@ def measure(vllm: Any, layout: str, page: int, size: int, rounds: int) -> list[d
     for order in ("consecutive", "pages", "shuffled", "scattered"):
         for tokens in TOKENS:
             sets = slot_sets(order, size, page, tokens)
-            candidates, calls = stores(sets, tokens), max(1, 4096 // tokens)
+            candidates, calls = stores(sets, tokens), max(8, 4096 // tokens)
             beside_vllm = interleave({name: candidates[name] for name in ("packed", "vLLM")}, calls, rounds)
             beside_rows = interleave({name: candidates[name] for name in ("packed", "rows")}, calls, rounds)
             us = {name: summary(values) for name, values in (beside_rows | beside_vllm).items()}

@@ -38,7 +38,10 @@ def used_pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
 
 
 def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds per call of each candidate, one figure per round; candidates get the number of the call."""
+    """Microseconds per call of each candidate, one figure per round; candidates get the number of the call.
+
+    A call that is not timed comes first: lines that another candidate left to be written back are not this one's.
+    """
     for call in candidates.values():
         for i in range(min(calls, 64)):
             call(i)
@@ -47,6 +50,7 @@ def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, ro
         for memory in _filled:
             memory[::4096].add_(0)
         for name, call in candidates.items():
+            call(turn * calls - 1)
             start = time.perf_counter_ns()
             for i in range(turn * calls, (turn + 1) * calls):
                 call(i)

@@ -124,7 +124,7 @@ Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sor
 // A token on its own touches a line for each unit of K.
 constexpr int64_t kPartialCost = 16;
 
-// Sources of more bytes are read from memory; smaller ones from a cache, where asking ahead costs more than it saves.
+// A source of more bytes is asked for ahead. In smaller ones, which a cache may hold, that costs more than it saves.
 constexpr int64_t kFar = 32 << 20;
 
 void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,

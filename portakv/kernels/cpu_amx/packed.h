@@ -163,7 +163,8 @@ void store_tile(const Packed& p, const Pick* picks, int64_t count, int64_t token
         const int64_t n = p.dim - d < kChunk ? p.dim - d : kChunk;
         for (int64_t i = 0; i < tokens; ++i) {
             converted.rows[i] = chunk + i * n * p.item;
-            if (tile.present >> i & 1) p.run.plain(tile.rows[i] + d * p.other, converted.rows[i], n, scale_of(*p.half, head), p.ahead);
+            if (tile.present >> i & 1)
+                p.run.plain(tile.rows[i] + d * p.other, converted.rows[i], n, scale_of(*p.half, head), p.ahead);
         }
         put_tile<Unit>(p, converted, head, d * p.item / Unit, n * p.item / Unit, 0);
     }
@@ -196,7 +197,8 @@ void do_tiles(const PackedJob& job, int64_t begin, int64_t end) {
     for (int h = 0; h < 2; ++h) {
         const Half& half = job.half[h];
         const Rows &cache = W == Way::store ? half.dst : half.src, &other = W == Way::store ? half.src : half.dst;
-        packed[h] = {&half, cache, job.packing[h], {}, half.dim, item_bytes(cache.dtype), item_bytes(other.dtype), job.far ? half.src.head_stride : 0};
+        packed[h] = {&half, cache, job.packing[h], {}, half.dim, item_bytes(cache.dtype), item_bytes(other.dtype),
+                     job.far ? half.src.head_stride : 0};
         if (half.src.dtype != half.dst.dtype) packed[h].run = converter(half.src.dtype, half.dst.dtype);
     }
     const int64_t heads = job.half[0].heads;
