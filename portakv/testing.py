@@ -100,8 +100,9 @@ def formats() -> tuple[KVFormat, ...]:
 def variants() -> Iterator[Variant]:
     """Every variant of `formats()`, but of each dtype and alignment of plain rows one slot width, the two in turn, and
     rotated ones for one shape of each dtype: rows move alike whatever holds their slots, and rotated or not."""
+    whole = {fmt.raw for fmt in formats() if fmt.block}  # each has a shape that no plain row has
     for variant in list_variants(formats()):
-        if (fmt := variant.fmt) is not None and fmt.layout is Layout.ROWS:
+        if (fmt := variant.fmt) is not None and fmt.layout is Layout.ROWS and fmt not in whole:
             dtypes = [DTYPES.index(dtype) for dtype in (fmt.dtype, variant.dtype, variant.rope) if dtype]
             turn = sum(dtypes) + fmt.page_size + (variant.alignment == VECTOR_BYTES)
             odd_shape = fmt.head_dim != SHAPES[dtypes[0] % len(SHAPES)][1]
@@ -118,7 +119,9 @@ def cases(op: str) -> Iterator[Case]:
             # A case of slots alone costs little, so each of their variants gets every token count.
             few = len(STYLES) * (2 if variant.structure else len(TOKENS))
             for _ in range(1 if variant.fmt else few):
-                yield Case(variant, TOKENS[seed // len(STYLES) % len(TOKENS)], STYLES[seed % len(STYLES)], seed)
+                # Of 18 cases in a row each is another pair of the two, of 6 each has another count.
+                tokens = TOKENS[(seed + seed // len(TOKENS)) % len(TOKENS)]
+                yield Case(variant, tokens, STYLES[seed % len(STYLES)], seed)
                 seed += 1
 
 
@@ -223,10 +226,8 @@ def _move_args(case: Case, rng: _Random) -> list[Arg]:
 def _read_args(case: Case, rng: _Random) -> list[Arg]:
     """A batch whose lengths, rows and slots are partly out of range, and outputs of enough room and of too little."""
     variant = case.variant
-    structure = (
-        rng.choice((Structure.ROWS, Structure.PAGES)) if variant.structure is Structure.ROWS else variant.structure
-    )
-    lens_dtype, out_dtype = variant.dtype, variant.out_index_dtype
+    asked, lens_dtype, out_dtype = variant.structure, variant.dtype, variant.out_index_dtype
+    structure = rng.choice((Structure.ROWS, Structure.PAGES)) if asked is Structure.ROWS else asked
     assert structure is not None
     assert lens_dtype is not None
     assert out_dtype is not None
@@ -307,18 +308,18 @@ def _num_rows(case: Case, fmt: KVFormat) -> int:
 def _slots(case: Case, rng: _Random, num_rows: int, unique: bool, page_size: int = 1) -> Buffer:
     """Slots, some of them negative, PAD, reserved or past the last row; repeats only where the op allows them.
 
-    In packed pages often consecutive ones, which fill tiles."""
+    In packed pages often consecutive ones, odd among the first few only: the most tokens fill tiles of every width."""
     usable = list(range(page_size, num_rows))
     values = rng.sample(usable, case.tokens) if unique else rng.choices(usable, k=case.tokens)
-    how_odd = 0.25
-    if case.variant.fmt is not None and case.variant.fmt.packed and rng.random() < 0.7:
-        first, how_odd = rng.randrange(page_size, num_rows - case.tokens + 1), 0.02
+    count = case.tokens
+    if (fmt := case.variant.fmt) is not None and fmt.packed and (case.tokens == TOKENS[-1] or rng.random() < 0.7):
+        first, count = rng.randrange(page_size, num_rows - case.tokens + 1), min(4, case.tokens)
         values = list(range(first, first + case.tokens))
     odd = [-1, 0, page_size - 1, num_rows, num_rows + 7, -(2**31), 2**31 - 1]
     if case.variant.index_dtype == torch.int64:
         odd += [2**31, 2**40, -(2**62)]
-    for i in range(case.tokens):
-        if rng.random() < how_odd:
+    for i in range(count):
+        if rng.random() < 0.25:
             values[i] = rng.choice(odd)
     return wrap(torch.tensor(values, dtype=case.variant.index_dtype))
 

@@ -139,9 +139,10 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
     if not isinstance(copy.live, np.ndarray) or copy.live.dtype != np.bool_ or copy.live.ndim != 1:
         raise ValueError(f"copy.live: expected a vector of bools, got {copy.live!r}")
     rows = {"full": copy.live.size, "swa": int(copy.live.sum())}
-    for name, tensors, dim in (("keys", copy.keys, "head_dim"), ("values", copy.values, "v_head_dim")):
-        raws = [(group.raw, len(group.layers), rows[group.side]) for group in groups]
-        expected = [(raw.dtype, (layers, n, raw.num_kv_heads, getattr(raw, dim))) for raw, layers, n in raws]
+    raws = [(group.raw, (len(group.layers), rows[group.side], group.raw.num_kv_heads)) for group in groups]
+    keys = [(raw.dtype, (*shape, raw.head_dim)) for raw, shape in raws]
+    values = [(raw.dtype, (*shape, raw.v_head_dim)) for raw, shape in raws]
+    for name, tensors, expected in (("keys", copy.keys, keys), ("values", copy.values, values)):
         got = [(x.dtype, tuple(x.shape)) for x in tensors]
         if got != expected:
             raise ValueError(f"copy.{name}: expected tensors of {expected}, got {got}")

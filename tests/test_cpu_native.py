@@ -149,7 +149,8 @@ def test_tensors_that_are_not_aligned_to_their_items(isa: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_one_whole_row_wins_at_any_thread_count(isa: str, threads: int) -> None:
     tokens, fmt = 2000, KVFormat(4, 64, 64, torch.bfloat16)
-    rows = torch.arange(tokens, dtype=torch.bfloat16)[:, None, None].expand(-1, 4, 64).contiguous()
+    # Other bits in every row; as numbers, those above 256 would be rounded to their neighbours.
+    rows = torch.arange(tokens, dtype=torch.int16).view(torch.bfloat16)[:, None, None].expand(-1, 4, 64).contiguous()
     loc = torch.randint(1, 9, (tokens,), generator=torch.Generator().manual_seed(0))
     cache = canary(2, 10, 4, 64, dtype=torch.bfloat16)
     before, one = torch.get_num_threads(), torch.ones(4)
@@ -208,6 +209,25 @@ def test_rows_without_bytes(isa: str) -> None:
     _native.store_kv(k[0, 1:3], v[0, 1:3], k[1], v[1], slots, one, one, faults(), fmt)
     assert k[:, 2].eq(7).all()
     assert k[:, 1].eq(1).all()
+
+
+@pytest.mark.parametrize("module", [_native, reference], ids=("native", "reference"))
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_one_element(module: Any, tokens: int, heads: int, stored: torch.dtype) -> None:
+    """Such a row is dense whatever its stride, which torch makes 0 in what it computes from no tokens at all."""
+    dtype, fmt = torch.bfloat16, KVFormat(heads, 1, 1, stored)
+    rows = torch.randn(tokens, heads, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    k, v = rows[..., :1], rows[..., 1:].as_strided((tokens, heads, 1), (3 * heads, 3, 2))
+    one, loc, cache = torch.ones(heads), torch.arange(tokens) + 1, canary(2, 5, heads, 1, dtype=stored)
+    module.store_kv(k, v, cache[0], cache[1], loc, one, one, faults(), fmt)
+    want = canary(2, 5, heads, 1, dtype=stored)
+    want[0, 1 : tokens + 1], want[1, 1 : tokens + 1] = k.to(stored), v.to(stored)
+    assert same(cache, want)
+    out = canary(tokens, heads, 2, dtype=dtype)
+    module.gather_kv(cache[0], cache[1], loc, out[..., :1], out[..., 1:], one, one, faults(), fmt)
+    assert same(out, torch.cat((k, v), -1).to(stored).to(dtype))
 
 
 def arguments() -> dict[str, Any]:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch
+from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch, testing
 from portakv import device as devices
 from portakv.errors import IntegrityError
-from portakv.formats import KVFormat, Layout
+from portakv.formats import KVFormat, Layout, list_variants
 from portakv.layers import require_heads
 
 MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
@@ -342,3 +342,25 @@ def test_a_layout_that_no_row_stores_is_refused_by_name() -> None:
     found = devices.DeviceFacts(devices.DeviceKind.CUDA, "sm_90", packages={"triton": devices.Package("3.6.0")})
     with pytest.raises(NoKernel, match="cannot store layout 'cpu_amx'"):
         dispatch.select_all(found, formats={"store_kv": KVFormat(8, 64, 64, torch.bfloat16, 32, Layout.CPU_AMX)})
+
+
+@pytest.mark.parametrize(("op", "loc_at"), [("store_kv_packed", 4), ("gather_kv_packed", 2)])
+def test_conformance_cases_fill_a_tile_of_every_packed_format(op: str, loc_at: int) -> None:
+    """A tile has as many tokens as a cache line of K: its page has them side by side, 16 pairs of each in `cpu_amx`."""
+    filled = set()
+    for case in testing.cases(op):
+        fmt, loc = case.variant.fmt, testing.build(case)[loc_at]
+        assert fmt is not None
+        assert isinstance(loc, testing.Buffer)
+        width = 16 if fmt.layout is Layout.CPU_AMX else 64 // fmt.dtype.itemsize
+        slots = set(loc.tensor.tolist())
+        if any(slots.issuperset(range(slot, slot + width)) for slot in slots if slot > 0 and slot % width == 0):
+            filled.add(fmt)
+    assert filled == {fmt for fmt in testing.formats() if fmt.packed}
+
+
+def test_conformance_cases_move_whole_flashmla_rows_under_both_slot_widths() -> None:
+    raws = {fmt.raw for fmt in testing.formats() if fmt.block}
+    listed = {variant for variant in list_variants(testing.formats()) if variant.fmt in raws}
+    assert listed
+    assert listed <= set(testing.variants())

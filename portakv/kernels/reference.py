@@ -342,4 +342,6 @@ def _index(cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
 
 def as_bytes(x: Tensor) -> Tensor:
     """`x` as uint8 over its dense last axis: indexed copies of fp8 are missing on several devices."""
+    if x.shape[-1] == 1:  # dense whatever its stride is, which torch leaves at anything where it has no meaning
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x.view(torch.uint8)
