@@ -240,10 +240,11 @@ def arguments() -> dict[str, Any]:
     return dict(zip(names, (k, v, k_cache, v_cache, loc, one, one, faults(), fmt), strict=True))
 
 
-def freed(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape of `x` whose memory was given back."""
-    x = x.clone()
-    x.untyped_storage().resize_(0)
+def freed(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A tensor of the shape of `x` whose memory was given back, `offset` elements behind the start of it."""
+    memory = x.new_empty(offset + x.numel())
+    x = memory[offset:].view(x.shape)
+    memory.untyped_storage().resize_(0)
     return x
 
 
@@ -253,6 +254,8 @@ BAD: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception]]] = [
     ("k", lambda x: x.to("meta"), TypeError),
     ("k", lambda x: x.to_sparse(), TypeError),
     ("k", freed, TypeError),
+    ("k", lambda x: freed(x, 5), TypeError),
+    ("k", lambda x: freed(x, 1 << 20), TypeError),
     ("k", torch._to_functional_tensor, TypeError),
     ("k", lambda x: x.double(), TypeError),
     ("k", lambda x: x.to(torch.float8_e4m3fn), TypeError),
@@ -271,6 +274,7 @@ BAD: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception]]] = [
     ("loc", lambda x: x[None], ValueError),
     ("loc", lambda x: [1, 2, 3], TypeError),
     ("loc", freed, TypeError),
+    ("loc", lambda x: freed(x, 1), TypeError),
     ("faults", lambda x: x[: len(FAULT_KINDS) - 1], ValueError),
     ("faults", lambda x: x.int(), TypeError),
 ]

@@ -76,7 +76,7 @@ struct {
     Shim shim;
     bool has_shim;
     Reader reader;
-    PyObject *is_cpu, *layout, *strided, *dtype, *shape, *stride, *data_ptr, *cdata;
+    PyObject *is_cpu, *layout, *strided, *dtype, *shape, *stride, *storage_offset, *data_ptr, *cdata;
 } torch_;
 
 std::string text(nb::handle object) { return nb::str(object).c_str(); }
@@ -157,6 +157,15 @@ View read_shim(nb::handle object, const char* name) {
     return view;
 }
 
+// Such a tensor, as of a functional one, a wrapper without bytes of its own, has its offset for an address. Few systems
+// hand out memory below 4 GiB, so that Python is not asked on the hot path.
+bool without_memory(nb::handle object, const View& view) {
+    uintptr_t address = reinterpret_cast<uintptr_t>(view.data);
+    if (!address || address >= uintptr_t(1) << 32 || view.dtype == DType::other) return !address;
+    nb::object offset = get(object, torch_.storage_offset)();
+    return PyLong_AsLongLong(offset.ptr()) * dtype_bytes(view.dtype) == int64_t(address);
+}
+
 bool find_shim(Shim& shim) {
     void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
     bool found = library != nullptr;
@@ -195,7 +204,7 @@ void init_tensors() {
     torch_.strided = keep(torch.attr("strided"));
     for (int i = 0; i < kNumDTypes; ++i) torch_.dtypes[i] = keep(torch.attr(kDTypes[i].name));
     for (auto& [slot, name] : {std::pair{&torch_.is_cpu, "is_cpu"}, {&torch_.layout, "layout"}, {&torch_.dtype, "dtype"},
-                               {&torch_.shape, "shape"}, {&torch_.stride, "stride"}, {&torch_.data_ptr, "data_ptr"}, {&torch_.cdata, "_cdata"}})
+                               {&torch_.shape, "shape"}, {&torch_.stride, "stride"}, {&torch_.storage_offset, "storage_offset"}, {&torch_.data_ptr, "data_ptr"}, {&torch_.cdata, "_cdata"}})
         *slot = PyUnicode_InternFromString(name);
 
     torch_.has_shim = find_shim(torch_.shim);
@@ -219,8 +228,7 @@ View read_tensor(nb::handle object, const char* name) {
                                                   : read_attributes(object, name);
     bool empty = false;
     for (int i = 0; i < view.rank; ++i) empty |= view.shape[i] == 0;
-    // As of a functional tensor, a wrapper without bytes of its own.
-    if (!view.data && !empty) refuse_type(name, "a tensor with memory", "one without");
+    if (!empty && without_memory(object, view)) refuse_type(name, "a tensor with memory", "one without");
     return view;
 }
 
