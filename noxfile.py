@@ -1,4 +1,4 @@
-"""What `.ci/run` checks, as sessions: `nox`, or `nox -s lint`."""
+"""What CI checks, as sessions: `nox` has those of `.ci/run`, `nox -l` the rows of the matrix besides."""
 
 from __future__ import annotations
 

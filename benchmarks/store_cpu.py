@@ -86,7 +86,7 @@ def measure_stores(size: int, rounds: int) -> list[dict[str, Any]]:
         table.append(
             {
                 "tokens": tokens,
-                "us": {name: summary(values) for name, values in (copied | quantised | plain).items()},
+                "us": {name: summary(values) for name, values in (copied | quantised | both | plain).items()},
                 "gb_per_s": 4 * tokens * HEADS * DIM * 2 / summary(plain["set_kv_buffer"])[0] / 1000,
                 "faster_than_two_index_put": ratio(plain["two index_put"], plain["set_kv_buffer"]),
                 "faster_than_it_in_the_pool": ratio(in_pool["two index_put, pool"], in_pool["set_kv_buffer"]),

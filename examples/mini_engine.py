@@ -21,10 +21,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from portakv import HybridKVPool
-from portakv.errors import OutOfSlots
-from portakv.layers import layers_from_config
-from portakv.transfer import HostCopy
+from portakv import HostCopy, HybridKVPool, OutOfSlots, layers_from_config
 
 Tensor = torch.Tensor
 
@@ -63,7 +60,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_rows = list(range(max_running))
-        # Full slots by request row and position. A pool on a GPU wants this on the device too, patched each step.
+        # Full slots by request row and position, on the host. An engine on a GPU keeps a copy there and patches it.
         self.req_to_token = torch.zeros((max_running, max_len), dtype=torch.int64)
         self.stats = {"steps": 0, "chunks": 0, "preempted": 0, "evicted": 0}
         AttentionInterface.register("portakv_engine", self.attend)
@@ -92,14 +89,14 @@ class Engine:
         seq_lens = torch.tensor([len(r.slots) for r, _ in batch])
         rows = torch.tensor([r.row for r, _ in batch])
         self.write_loc = self.pool.plan_write(loc)
-        self.reads = self.pool.plan_read(self.req_to_token, rows, seq_lens, queries, consumer="triton")
+        table, device = self.req_to_token.to(self.pool.device), self.pool.device
+        self.reads = self.pool.plan_read(table, rows, seq_lens, queries, consumer="triton")
         self.queries = queries.tolist()
         tokens = [t for r, n in batch for t in r.tokens[len(r.slots) - n : len(r.slots)]]
         positions = [p for r, n in batch for p in range(len(r.slots) - n, len(r.slots))]
         with torch.inference_mode():
-            logits = self.model(
-                input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False
-            ).logits[0]
+            inputs = torch.tensor([tokens, positions], device=device)
+            logits = self.model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False).logits[0]
         for (request, _), end in zip(batch, accumulate(self.queries), strict=True):
             if len(request.slots) == len(request.tokens):  # otherwise its prompt is not through yet
                 request.tokens.append(int(logits[end - 1].argmax()))
@@ -196,8 +193,8 @@ class Engine:
             slots = plan.indices[plan.indptr[i] : plan.indptr[i + 1]]
             k, v = k_cache[slots].permute(1, 2, 0), v_cache[slots].transpose(0, 1)  # [H, D, L], [H, L, Dv]
             q = query[0, :, end - n : end].unflatten(0, (k.shape[0], -1))  # [H, Hq/H, n, D]
-            at = plan.starts[i] + torch.arange(len(slots))
-            behind = (at[-1] - n + 1 + torch.arange(n))[:, None] - at  # how far each key lies behind each query
+            at = plan.starts[i] + torch.arange(len(slots), device=q.device)
+            behind = at[-n:, None] - at  # how far each key lies behind each query
             seen = behind >= 0 if plan.window is None else (behind >= 0) & (behind < plan.window)
             scores = (q @ k[:, None] * scaling).masked_fill(~seen, float("-inf"))
             if (sinks := kwargs.get("s_aux")) is not None:  # GPT-OSS: a logit per head that takes weight, not value
@@ -214,6 +211,9 @@ def serve(name: str, count: int = 10) -> bool:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **COMMON, **MODELS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    # Too small for the requests that run at once, so that some must leave and come back.
+    pool = HybridKVPool(layers_from_config(config), size=256, swa_size=160, page_size=4, dtype=torch.float32)
+    model.to(pool.device)
     rng = np.random.default_rng(0)
     requests = [
         Request(
@@ -222,8 +222,6 @@ def serve(name: str, count: int = 10) -> bool:
         for i in range(count)
     ]
     own = [generate(model, request) for request in requests]
-    # Too small for the requests that run at once, so that some must leave and come back.
-    pool = HybridKVPool(layers_from_config(config), size=256, swa_size=160, page_size=4, dtype=torch.float32)
     stats = Engine(model, pool).run(requests)
     pool.check_integrity()
     same = sum(request.tokens == tokens for request, tokens in zip(requests, own, strict=True))
@@ -234,7 +232,7 @@ def serve(name: str, count: int = 10) -> bool:
 
 
 def generate(model: Any, request: Request) -> list[int]:
-    prompt = torch.tensor([request.prompt])
+    prompt = torch.tensor([request.prompt], device=model.device)
     tokens: list[int] = model.generate(prompt, max_new_tokens=request.new_tokens, do_sample=False)[0].tolist()
     return tokens
 

@@ -1,6 +1,7 @@
 """portakv: one KV-cache pool for hybrid models, with the same bytes on every device."""
 
 from portakv import parallel
+from portakv.allocator import HybridSlotAllocator
 from portakv.compile import warmup
 from portakv.consumers import CONSUMERS, ReadStyle
 from portakv.device import DEVICE, DeviceKind
@@ -21,6 +22,7 @@ from portakv.layers import LayerSpec, layers_from_config
 from portakv.pool import HybridKVPool
 from portakv.read_plan import ReadIndices, ReadPlan
 from portakv.rope import Rope
+from portakv.transfer import GroupDescription, HostCopy
 from portakv.write_loc import GraphWriteLoc, KVWriteLoc, resolve_write_loc
 
 __all__ = [
@@ -29,7 +31,10 @@ __all__ = [
     "DeviceKind",
     "DeviceUnavailable",
     "GraphWriteLoc",
+    "GroupDescription",
+    "HostCopy",
     "HybridKVPool",
+    "HybridSlotAllocator",
     "IntegrityError",
     "KVWriteLoc",
     "LayerSpec",

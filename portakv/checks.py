@@ -94,7 +94,7 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
 
 
 def no_layer(layer_id: int, layers: Sequence[LayerSpec]) -> ValueError:
-    """Why `layer_id` is none, or none that stores its KV."""
+    """The error for an id of no layer, or of one that reads another layer's KV."""
     if type(layer_id) is int and 0 <= layer_id < len(layers):
         producer = layers[layer_id].alias_of
         return ValueError(

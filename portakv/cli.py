@@ -327,7 +327,7 @@ def _results_table(results: list[Comparison]) -> Table:
     for label, cells in {
         "identical tokens": ["yes" if r.tokens_identical else "[bold red]NO[/]" for r in results],
         "largest logit difference": [f"{r.max_logit_diff:.1e}" for r in results],
-        "  of which rounding may be": [f"{r.logit_tolerance:.1e}" for r in results],
+        "  rounding tolerance": [f"{r.logit_tolerance:.1e}" for r in results],
         "layers, full + SWA": [f"{r.full_layers} + {r.swa_layers}" for r in results],
         "batch × new tokens": [f"{r.batch} × {r.new_tokens}" for r in results],
         "window, times passed": [f"{r.window or '–'}, {r.windows_passed:.1f}" for r in results],

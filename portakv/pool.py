@@ -195,6 +195,8 @@ class HybridKVPool:
     ) -> ReadPlan:
         """What each layer's attention reads, once per forward: one launch for each side and window of the layers.
 
+        In prefill pass `query_lens`: windows are clipped for a sequence's first query, and the default is one query.
+
         `req_to_token [R, C]`, on the pool's device, holds the full slot of each request and position; sequence b is its
         row `req_rows[b]`. `seq_lens [B]` counts tokens, the queries among them: the last `query_lens` (default 1).
         `extra_lens` tokens come on top, where seq_lens counts what is committed only (a verify's drafts, a chunk in
@@ -361,7 +363,7 @@ class HybridKVPool:
         return tuple(transfer.describe(group) for group in self.groups)
 
     def faults(self, clear: bool = False) -> dict[str, int]:
-        """Slots that an op met and skipped because they were out of range, by op. Waits for the device."""
+        """Out-of-range slots that were skipped, and reads that were cut, by op. Waits for the device."""
         counts = dict(zip(FAULT_KINDS, self._faults.tolist(), strict=True))
         if clear:
             self._faults.zero_()

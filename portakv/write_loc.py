@@ -126,11 +126,12 @@ def resolve_write_loc(
     DeepSeek-V4 backend (`get_swa_out_cache_loc` in `layers/attention/deepseek_v4_backend.py`):
 
     - no plan: translated now;
-    - a plan for as many tokens: taken as it is, and cast only if it has another width than `index_dtype`;
+    - a plan for as many tokens: taken as it is, but cast if it has another width than `index_dtype`, so that who plans
+      ahead had better say `pool.plan_write(loc, torch.int32)`;
     - a plan for another number of tokens, as before DP padding, or without the SWA side: translated now;
     - idle: a plan is left over from another batch, so padding is translated now; no tokens need no launch at all.
 
-    The result has as many tokens as `loc`. Raises as `pool.plan_write` does, and `TypeError` for a plan that is none.
+    The result has as many tokens as `loc`. Raises as `pool.plan_write` does, and `TypeError` for another kind of plan.
     """
     if index_dtype not in INDEX_DTYPES:
         raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
@@ -154,7 +155,7 @@ def resolve_write_loc(
 
 
 def require_location(name: str, locations: WriteLoc, device: torch.device | None = None) -> None:
-    """Raise unless `locations` are some, on `device` where one is given."""
+    """Raise unless `locations` are write locations, on `device` where one is given."""
     if not isinstance(locations, (KVWriteLoc, GraphWriteLoc)):
         raise TypeError(f"{name}: expected a KVWriteLoc or GraphWriteLoc, got {type(locations).__name__}")
     if device is not None and locations.loc.device != device:

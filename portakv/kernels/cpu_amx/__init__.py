@@ -37,7 +37,7 @@ def build_problem() -> str | None:
     try:
         from portakv.kernels.cpu_amx._build import PROBLEM
     except ModuleNotFoundError:
-        return "not built: this is a source tree, `pip install .` builds the CPU kernels"
+        return "not built: Python imported a source tree; run it elsewhere, or install with `pip install -e .`"
     return PROBLEM
 
 

@@ -113,7 +113,7 @@ void do_token(const Packed& p, const Pick& pick, int64_t head) {
 
 constexpr int kTileTokens = 64;
 
-// The rows of a tile's `tokens` from `slot` on; one that is not `present` has some row, too.
+// The rows of a tile's `tokens` from `slot` on; those of absent tokens are placeholders.
 struct Tile {
     char* rows[kTileTokens];
     uint64_t present;

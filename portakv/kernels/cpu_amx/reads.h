@@ -17,7 +17,7 @@ struct Reading {
     int64_t unfit;
 };
 
-// Every `step`-th of `n` slots from `from` on, as `to` has them. A slot that is no slot becomes PAD, which has no peer
+// Every `step`-th of `n` slots from `from` on, as `to` has them. An invalid slot becomes PAD, which has no peer
 // and gives the padding, so that the loop has no branch.
 template <class In, class To, bool Mapped, bool Paged>
 void name_slots(Reading& r, const In* from, To* to, int64_t n) {
