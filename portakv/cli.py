@@ -197,7 +197,6 @@ def run(
     _require_transformers()
     with _one_line_errors():
         target = device.resolve(_kind_or_device(device_name))
-        kernels = {op: chosen.row.name for op, chosen in dispatch.select_all(device.facts(target)).items()}
         prompts = prompt or compare.PROMPTS
         if model is None:
             names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
@@ -208,6 +207,7 @@ def run(
         tasks = [bars.add_task(name, total=2 * new_tokens) for name in names]
         for task, subject in zip(tasks, subjects, strict=True):
             results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task)))
+    kernels = {op: ", ".join(dict.fromkeys(r.kernels[op] for r in results)) for op in results[0].kernels}
     store_rate, copy_rate = compare.measure_store(target)
     if as_json:
         _print_json(
@@ -223,7 +223,7 @@ def run(
     else:
         _print_header(str(target))
         _out.print(_results_table(results))
-        rows = _table("Kernels", "op", "row")
+        rows = _table("Kernels of these pools", "op", "row")
         for op, row in kernels.items():
             rows.add_row(op, row)
         _out.print(rows)

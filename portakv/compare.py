@@ -98,7 +98,8 @@ class Comparison:
     `max_logit_diff` is over all generated steps, `logit_tolerance` what rounding explains. `windows_passed`
     is the shortest sequence's final length in windows. Tokens/s are of decoding, for the whole batch, from
     the median step. Bytes are those of K and V held at the end: in the pool whole pages of slots, in the
-    model's own cache its tensors' memory. `swa_slots_held` and `swa_slots_bound` are of the whole batch.
+    model's own cache its tensors' memory. `swa_slots_held` and `swa_slots_bound` are of the whole batch. `kernels` has
+    the row behind each op of the pool.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Comparison:
     bytes_held_own: int
     swa_slots_held: int
     swa_slots_bound: int
+    kernels: dict[str, str]
 
     @property
     def matches(self) -> bool:
@@ -226,6 +228,7 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
         bytes_held_own=_cache_bytes(own.cache),
         swa_slots_held=held["swa"],
         swa_slots_bound=batch * (pool.window + pool.page_size + 1) if pool.window else 0,
+        kernels=pool.kernels,
     )
 
 

@@ -79,7 +79,9 @@ def test_run_compares_the_three_models(invoke: Invoke) -> None:
         assert model["bytes_held_own"] <= model["bytes_held_pool"] < 1.13 * model["bytes_held_own"]
         assert min(model["tokens_per_s_pool"], model["tokens_per_s_own"]) > 0
     assert shown["device"] == portakv.DEVICE.value
-    assert shown["kernels"] == json.loads(invoke("info", "--json").stdout)["kernels"]
+    # Of the ops that `info` lists, those that these pools have.
+    assert {"translate_loc", "store_kv", "gather_kv"} <= shown["kernels"].keys()
+    assert shown["kernels"].items() < json.loads(invoke("info", "--json").stdout)["kernels"].items()
     assert shown["store_gb_per_s"] == 2.0
     assert shown["copy_gb_per_s"] == 1.0
 
@@ -105,7 +107,7 @@ def test_run_shows_tables_and_progress(invoke: Invoke, one_model: None, monkeypa
     monkeypatch.setattr(cli, "_err", Console(file=progress, force_terminal=True))
     result = invoke("run", "--new-tokens", 5)
     assert result.exit_code == 0, result.output
-    for word in ("identical tokens", "yes", "SWA slots held, at most", *dispatch.TABLE, "2.0 GB/s"):
+    for word in ("identical tokens", "yes", "SWA slots held, at most", "translate_loc", "store_kv", "2.0 GB/s"):
         assert word in result.stdout
     assert "10/10" in progress.getvalue()
     assert "10/10" not in result.stdout
