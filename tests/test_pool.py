@@ -81,23 +81,6 @@ def test_a_forward(layers: list[LayerSpec], page_size: int, swa_size: int | None
     pool.check_integrity()
 
 
-def test_one_translation_per_forward_of_48_layers() -> None:
-    pool = HybridKVPool([SWA, FULL] * 24, size=64, swa_size=32)
-    calls = itertools.count()
-    translate = pool._slot_kernels["translate_loc"]
-
-    def counted(*args: object) -> None:
-        next(calls)
-        translate(*args)
-
-    pool._slot_kernels["translate_loc"] = counted
-    write_loc = pool.plan_write(pool.allocator.alloc(5))
-    k, v = rows_for(FULL, 5)
-    for i in range(48):
-        pool.set_kv_buffer(i, write_loc, k, v)
-    assert next(calls) == 1
-
-
 @pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, *FP8_DIALECTS], ids=str)
 def test_bytes_are_what_was_allocated(dtype: torch.dtype) -> None:
     for layers, swa_size in itertools.product(MIXTURES.values(), (None, 64)):
@@ -332,27 +315,6 @@ def test_host_copy_without_room_on_the_swa_side() -> None:
     assert (error.value.side, error.value.short) == ("swa", 4)
     assert free == (pool.allocator.available("full"), pool.allocator.available("swa"))
     pool.check_integrity()
-
-
-def test_draft_pool_on_the_targets_slots(device: torch.device) -> None:
-    target = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device)
-    draft = HybridKVPool([LayerSpec(None, 1, 16)], size=64, device=device, slots_of=target)
-    assert draft.allocator is target.allocator
-    loc = target.allocator.alloc(64, swa_tail=4)
-    write_loc = target.plan_write(loc)
-    k, v = (x.to(device) for x in rows_for(LayerSpec(None, 1, 16), 64))
-    draft.set_kv_buffer(0, write_loc, k, v)
-    assert torch.equal(draft.get_kv_buffer(0)[0][write_loc.loc], k.to(draft.dtype))
-    assert draft.nbytes < target.nbytes
-    for options, message in (
-        ({"size": 60}, "size: expected at least 64"),
-        ({"size": 64, "page_size": 4}, "page_size: expected 1"),
-        ({"size": 64, "swa_size": 16}, "swa_size: expected at least 32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            HybridKVPool([FULL, SWA], device=device, slots_of=target, **options)
-    with pytest.raises(ValueError, match="windows"):
-        HybridKVPool([LayerSpec(9, 2, 8)], size=64, swa_size=32, device=device, slots_of=target)
 
 
 def test_scales(device: torch.device) -> None:

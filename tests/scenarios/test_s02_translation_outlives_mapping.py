@@ -65,8 +65,8 @@ def test_the_mapping_is_one_tensor_for_the_life_of_the_pool(pool):
 
 
 def test_one_translation_per_forward_however_many_layers(make_pool, launches):
-    layers = 46
-    pool = make_pool([LayerSpec(8, 1, 8)] * layers, size=32, swa_size=16)
+    layers = 48
+    pool = make_pool([LayerSpec(8, 1, 8), LayerSpec(None, 1, 8)] * (layers // 2), size=32, swa_size=16)
     loc = pool.allocator.alloc(2)
     x = torch.zeros(2, 1, 8, device=pool.device)
     launches.clear()
