@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _python_dispatch as modes
 
 from portakv import dispatch, kernels
-from portakv.formats import FP8_DIALECTS, KVFormat, ReadFormat, Structure
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, ReadFormat, Structure
 
 _STORE = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc, Tensor k_inv, Tensor v_inv, "
@@ -119,15 +119,25 @@ def encode(fmt: KVFormat) -> str:
 
 @functools.cache
 def decode(text: str) -> KVFormat:
-    """The format that `encode` made `text` of."""
+    """The format that `encode` made `text` of; any other text is a `ValueError`."""
     types = get_type_hints(KVFormat)
-    values = dict(item.split("=") for item in text.split("/"))
-    return KVFormat(
-        **{
-            name: getattr(torch, value) if types[name] is torch.dtype else types[name](value)
-            for name, value in values.items()
-        }
-    )
+    try:
+        values = dict(item.split("=") for item in text.split("/"))
+        fmt = KVFormat(
+            **{
+                name: getattr(torch, value) if types[name] is torch.dtype else types[name](value)
+                for name, value in values.items()
+            }
+        )
+        sizes = (fmt.num_kv_heads, fmt.head_dim, fmt.v_head_dim, fmt.page_size)
+        good = (
+            encode(fmt) == text and fmt.dtype in (*FLOAT_DTYPES, *FP8_DIALECTS) and 0 < min(sizes) <= max(sizes) < 2**63
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"fmt: expected a format as `ops.encode` writes it, got {text!r}")
+    return fmt
 
 
 def _text(value: int | torch.dtype | enum.Enum) -> str:

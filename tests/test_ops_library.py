@@ -85,6 +85,28 @@ def test_a_format_survives_as_text(fmt: KVFormat) -> None:
     assert ops.decode(ops.encode(fmt)) == fmt
 
 
+TEXT = ops.encode(KVFormat(2, 16, 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "rows", TEXT.replace("=", ":"), TEXT.rpartition("/")[0], TEXT + "/layout=rows", TEXT + "/window=8"),
+        *(TEXT.replace("=2/", f"={heads}/") for heads in ("two", "-2", "0", "02", 2**63)),
+        *(TEXT.replace("bfloat16", dtype) for dtype in ("float9", "nn", "int32")),
+        TEXT.replace("rows", "columns"),
+    ],
+)
+def test_other_text_is_refused(text: str, pool: portakv.HybridKVPool) -> None:
+    rows, loc, ones = torch.ones(1, 2, 16, dtype=torch.bfloat16), torch.tensor([1]), torch.ones(2)
+    k_cache, v_cache = pool.get_kv_buffer(0)
+    with pytest.raises(ValueError, match=r"^fmt: expected a format as `ops.encode` writes it, got '"):
+        torch.ops.portakv.store_kv(
+            rows, rows, k_cache, v_cache, loc, ones, ones, pool._faults, text, "reference:store_kv"
+        )
+    assert not k_cache.any()
+
+
 def test_fp8_travels_as_bytes() -> None:
     for case in one_of_each("store_kv"):
         assert not any(isinstance(x, torch.Tensor) and x.dtype in FP8_DIALECTS for x in arguments(case))
