@@ -17,7 +17,9 @@ from portakv.arrays import (
     as_batch,
     as_int,
     as_ints,
+    as_table,
     ascending,
+    entries,
     is_first,
     ranges,
     require,
@@ -37,11 +39,11 @@ class HybridSlotAllocator:
 
     `mapping` is int64 `[size + page_size + 1]`: the SWA slot of each full slot, 0 without one, -1 at the end.
     It is edited in place and never replaced, so `torch.from_numpy(mapping)` stays true. A full page has a
-    whole SWA page behind it or none, also behind its slots that are not handed out yet. After a call that
-    edits the map, `on_patch(slots, values)` gets the edits once, as int64 arrays, for a copy on a device.
+    whole SWA page behind it or none, also behind its slots that are not handed out yet. A call that edits the
+    map first gives its edits to `on_patch(slots, values)`, once, as int64 arrays, for a copy on a device.
 
     What is handed out of a page is always a prefix of it. Slots come out as fresh CPU int64 tensors. A call
-    that raises has changed no byte. Not thread-safe.
+    that raises has changed no byte, also where `on_patch` raised. Not thread-safe.
 
     Raises `ValueError` or `TypeError` for sizes that are no positive integers or could never serve a request.
     """
@@ -82,11 +84,10 @@ class HybridSlotAllocator:
         page, tail = self.page_size, self._tail(swa_tail)
         count = -(-n // page)
         bare = max(0, n - tail) // page if tail else count
-        full, swa = self._pages.take(count, count - bare)
-        self._fill[full] = page
+        full, swa = self._pages.next_free(count, count - bare)
+        self._pages.take(full, page, full[bare:], swa)
         if n % page:
             self._fill[full[-1]] = n % page
-        self._pages.point(full[bare:], swa)
         return torch.from_numpy(self._pages.slots_of(full)[:n])
 
     def alloc_extend(
@@ -113,13 +114,12 @@ class HybridSlotAllocator:
         behind = last[(head > 0) & (before < 0)] // page
         behind = behind[self._peer[behind] == 0]
         total = sum(count.tolist())  # Python integers: absurd lengths must not wrap around
-        full, swa = self._pages.take(total, total - int(bare.sum()) + behind.size)
+        full, swa = self._pages.next_free(total, total - int(bare.sum()) + behind.size)
         fill, ends, some = np.full(total, page), np.cumsum(count), count > 0
         fill[ends[some] - 1] = (rest - (count - 1) * page)[some]
-        self._fill[full] = fill
-        self._fill[joined] = self._fill[joined] + head[head > 0]
         peered = full[ranges(np.zeros_like(count), count) >= np.repeat(bare, count)] if bare.any() else full
-        self._pages.point(np.concatenate((behind, peered)), swa)
+        self._pages.take(full, fill, np.concatenate((behind, peered)), swa)
+        self._fill[joined] = self._fill[joined] + head[head > 0]
         # Each sequence is a run of slots in its continued page, then one run in each page taken.
         heads = ends - count + np.arange(count.size)
         is_page = np.ones(total + count.size, np.bool_)
@@ -137,10 +137,9 @@ class HybridSlotAllocator:
         joined = self._joined(seq - 1, last, joins)
         behind = joined[self._peer[joined] == 0]
         count = seq.size - joined.size
-        full, swa = self._pages.take(count, count + behind.size if self.swa_size else 0)
-        self._fill[full] = 1
+        full, swa = self._pages.next_free(count, count + behind.size if self.swa_size else 0)
+        self._pages.take(full, 1, np.concatenate((behind, full))[: swa.size], swa)
         self._fill[joined] = self._fill[joined] + 1
-        self._pages.point(np.concatenate((behind, full))[: swa.size], swa)
         slots = last + 1
         slots[~joins] = full * self.page_size
         return torch.from_numpy(slots)
@@ -154,7 +153,7 @@ class HybridSlotAllocator:
         self.require_owned(given)
         pages = ascending(given // self.page_size)
         bare = pages[self._peer[pages] == 0]
-        self._pages.point(bare, self._pages.take(0, bare.size)[1])
+        self._pages.take(NO_PAGES, 0, bare, self._pages.next_free(0, bare.size)[1])
         return torch.from_numpy(self.mapping[given])
 
     def free(self, slots: IntsLike) -> None:
@@ -195,29 +194,29 @@ class HybridSlotAllocator:
         Pages left empty are freed on both sides; the others keep their SWA peer. Raises `SlotOwnership`.
         """
         pages, left = self._tails(slots, whole=False)
-        self._fill[pages] = left
         self._pages.put_back(pages[left == 0], pages[left == 0])
+        self._fill[pages] = left
 
     def evict_swa(self, req_to_token: IntsLike, rows: IntsLike, evicted: IntsLike, next_query: IntsLike) -> Ints:
         """Free the SWA peers that no query from `next_query` on can see; returns the new cursors `[B]`.
 
-        `req_to_token` `[R, max_len]`, on the host, holds full slots by row and position. In row `rows[i]`,
-        positions below `evicted[i]` are gone already, and `next_query[i]` is the smallest position still to
-        be asked from: keys at positions > next_query - window stay, and so does the rest of their pages. A
-        cursor never moves back. A page that rows share goes with the first to let go of it: whoever shares
-        pages passes the smallest query of all sharers. Raises `SlotOwnership`, and `ValueError` if the window
-        is not known.
+        `req_to_token` `[R, max_len]` holds full slots by row and position; of one on a device, the first slot
+        of each page to evict is read, which waits for it. In row `rows[i]`, positions below `evicted[i]` are
+        gone already, and `next_query[i]` is the smallest position still to be asked from: keys at positions >
+        next_query - window stay, and so does the rest of their pages. A cursor never moves back. A page that
+        rows share goes with the first to let go of it: whoever shares pages passes the smallest query of all
+        sharers. Raises `SlotOwnership`, and `ValueError` if the window is not known.
         """
         if self.window is None:
             raise ValueError("window: expected the largest window of the SWA layers, got None")
-        page, table = self.page_size, as_array("req_to_token", req_to_token, (2,))
+        page, table = self.page_size, as_table("req_to_token", req_to_token)
         row, cursor, query = as_batch(rows=rows, evicted=evicted, next_query=next_query)
         require((row >= 0) & (row < table.shape[0]), "rows", f"0 to {table.shape[0] - 1}", row)
         require(cursor >= 0, "evicted", "cursors of at least 0", cursor)
         require((query >= 0) & (query <= table.shape[1]), "next_query", f"0 to {table.shape[1]}", query)
         begin, frontier = cursor // page, np.maximum(query - self.window + 1, 0) // page
         count = np.maximum(frontier - begin, 0)
-        slots = table[np.repeat(row, count), ranges(begin, count) * page].astype(np.int64)
+        slots = entries(table, np.repeat(row, count), ranges(begin, count) * page)
         self.require_owned(slots)
         require(slots % page == 0, "req_to_token", "pages of slots where pages of positions begin", slots)
         self._pages.put_back(NO_PAGES, ascending(slots // page))

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portakv import device as devices
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 IntsLike = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
@@ -53,11 +55,30 @@ def as_batch(**columns: IntsLike) -> list[Ints]:
     return arrays
 
 
+def as_table(name: str, value: IntsLike) -> torch.Tensor | npt.NDArray[np.integer[Any]]:
+    """A 2-D table of integers: a tensor on a device stays there, anything else is an array on the host."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or devices.shares_host_memory(value.device):
+        return as_array(name, value, (2,))
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
+        raise TypeError(f"{name}: expected integers, got {value.dtype}")
+    if value.dim() != 2:
+        raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(value.shape)}")
+    return value
+
+
 def require(good: Bools, name: str, expected: str, values: Ints) -> None:
     """Raise `ValueError` for the first of `values` that is not `good`."""
     if not good.all():
         i = int(np.argmin(good))
         raise ValueError(f"{name}[{i}]: expected {expected}, got {values[i]}")
+
+
+def entries(table: torch.Tensor | npt.NDArray[np.integer[Any]], rows: Ints, columns: Ints) -> Ints:
+    """`table[rows, columns]` on the host; of a table on a device only these are copied."""
+    if not isinstance(table, torch.Tensor):
+        return table[rows, columns].astype(np.int64, copy=False)
+    at = devices.upload(torch.from_numpy(np.stack((rows, columns))), table.device)
+    return as_ints("table", table[at[0], at[1]])
 
 
 def greatest(values: Ints) -> int:

@@ -6,6 +6,7 @@ Nothing here creates a device context at import: device counts come from the dri
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib.metadata
@@ -296,7 +297,8 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     # Rows are scattered over the whole pool, and a page walk for each costs as much as moving it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel built without transparent huge pages knows no such advice
+        memory.madvise(mmap.MADV_HUGEPAGE)
     # Touched now, not by the first stores.
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
@@ -310,5 +312,7 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` is recording a graph, when nothing can be read back."""
+    if device.type == "meta":  # has no module
+        return False
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())

@@ -14,6 +14,7 @@ from portakv import device as devices
 from portakv import dispatch, ops
 from portakv.allocator import HybridSlotAllocator
 from portakv.arrays import Ints
+from portakv.errors import PortaKVError
 from portakv.formats import FAULT_KINDS, SLOT_OPS, KVFormat, Layout
 from portakv.layers import LayerSpec, check_positive
 
@@ -212,10 +213,13 @@ def allocate_slots(
 ) -> tuple[HybridSlotAllocator, torch.Tensor]:
     """An allocator and its mapping on `device`, which op `patch_map` of `kernel` keeps up to date.
 
-    On a device that reads host memory the mapping is the allocator's own array.
+    On a device that reads host memory the mapping is the allocator's own array. On another, calls that edit it while
+    a graph is captured raise `PortaKVError`: every replay would edit it again.
     """
 
     def patch(slots: Ints, values: Ints) -> None:
+        if devices.is_capturing(device):
+            raise PortaKVError(f"full_to_swa: expected no edit while {device} captures a graph, got {len(slots)} slots")
         edit = devices.upload(torch.from_numpy(np.stack((slots, values))), device)
         kernel("patch_map")(mapping, edit[0], edit[1])
 

@@ -10,7 +10,7 @@ from portakv.arrays import Ints
 from portakv.errors import IntegrityError, OutOfSlots
 
 OnPatch = Callable[[Ints, Ints], None]
-"""Gets the slots whose mapping changed, and what it is now."""
+"""Gets the slots whose mapping is about to change, and what it becomes. What it raises refuses the whole call."""
 
 
 class HybridPages:
@@ -42,45 +42,54 @@ class HybridPages:
         fill = (full + 1) * np.min_scalar_type(page_size).itemsize
         return 8 * ((full + 1) * page_size + 1) + fill + stacks
 
-    def take(self, full: int, swa: int) -> tuple[Ints, Ints]:
-        """Pages off both free lists, or `OutOfSlots` and both untouched."""
+    def next_free(self, full: int, swa: int) -> tuple[Ints, Ints]:
+        """The pages that both free lists would give next, for `take`, or `OutOfSlots`."""
         for side, need in ((self.full, full), (self.swa, swa)):
             if need > side.top:
                 raise OutOfSlots(side.name, need * self.page_size, side.top * self.page_size)
-        return self.full.pop(full), self.swa.pop(swa)
+        return self.full.next(full), self.swa.next(swa)
+
+    def take(self, full: Ints, fill: Ints | int, bare: Ints, swa: Ints) -> None:
+        """Hand out pages of `next_free`: `fill` slots of each `full` page, and the `swa` pages behind the `bare`."""
+        self._point(bare, swa)
+        self.full.top -= full.size
+        self.swa.top -= swa.size
+        self.fill[full] = fill
 
     def put_back(self, full: Ints, bare: Ints) -> None:
         """Free the `full` pages, and the SWA peer of each of the `bare` pages that has one."""
         bare = bare[self.peer[bare] != 0]
         swa = self.peer[bare] // self.page_size
+        self._point(bare, None)
         self.fill[full] = 0
         if self.queue is None:
             self.full.push(full)
             self.swa.push(swa)
         else:
             self.queue.append((full, swa))
-        self.point(bare, None)
 
-    def point(self, pages: Ints, swa: Ints | None) -> None:
-        """Map full pages to SWA pages, or to none: the last step of a call."""
+    def _point(self, pages: Ints, swa: Ints | None) -> None:
+        """Map full pages to SWA pages, or to none: the first step of a call, as a device may refuse the edit."""
         if not pages.size:
             return
         values = np.zeros(pages.size * self.page_size, np.int64) if swa is None else self.slots_of(swa)
-        self._map[pages] = values.reshape(-1, self.page_size)
         if self.on_patch is not None:
             self.on_patch(self.slots_of(pages), values)
+        self._map[pages] = values.reshape(-1, self.page_size)
 
     def slots_of(self, pages: Ints) -> Ints:
         return (pages[:, None] * self.page_size + self._offsets).ravel()
 
-    # take and put_back of one page of one slot, in scalars: 5 µs together, a tenth of what arrays take
+    # next_free, take and put_back of one page of one slot, in scalars: 5 µs together, a tenth of what arrays take
 
     @property
     def takes_scalars(self) -> bool:
         return self.page_size == 1 and self.on_patch is None and self.queue is None
 
     def take_one(self) -> Ints:
-        page, swa = self.take(1, int(self.has_swa))
+        page, swa = self.next_free(1, int(self.has_swa))
+        self.full.top -= 1
+        self.swa.top -= swa.size
         self.fill[page[0]] = 1
         if self.has_swa:
             self.mapping[page[0]] = swa[0]
@@ -105,12 +114,11 @@ class HybridPages:
 
     def clear(self) -> None:
         """All pages free, in the initial order."""
-        mapped = np.flatnonzero(self.peer)
+        self._point(np.flatnonzero(self.peer), None)
         self.full.reset()
         self.swa.reset()
         self.fill[:] = 0
         self.queue = None if self.queue is None else []
-        self.point(mapped, None)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless each page is free, owned or queued exactly once, and mapped whole."""
@@ -150,9 +158,8 @@ class FreePages:
         self.top = self.stack.size
         self.stack[:] = np.arange(self.top, 0, -1)
 
-    def pop(self, count: int) -> Ints:
-        end, self.top = self.top, self.top - count
-        return self.stack[self.top : end][::-1].astype(np.int64)
+    def next(self, count: int) -> Ints:
+        return self.stack[self.top - count : self.top][::-1].astype(np.int64)
 
     def push(self, pages: Ints) -> None:
         begin, self.top = self.top, self.top + pages.size

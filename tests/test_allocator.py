@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from portakv.allocator import HybridSlotAllocator
+from portakv.arrays import entries
 from portakv.errors import IntegrityError, OutOfSlots, PortaKVError, SlotOwnership
 
 PAGE_SIZES = [1, 2, 16, 64]
@@ -607,6 +608,55 @@ def test_each_call_that_edits_the_map_patches_once() -> None:
     edits(1, a.clear)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_patch_that_fails_has_changed_nothing(page_size: int) -> None:
+    """As on a device without memory for the edits, or while a graph is captured."""
+    full = False
+
+    def patch(slots: Any, values: Any) -> None:
+        if full:
+            raise MemoryError("no room for the edits")
+
+    a = HybridSlotAllocator(16 * page_size, 16 * page_size, page_size, window=1, on_patch=patch)
+    a.free(torch.cat([a.alloc(2 * page_size), a.alloc(page_size)]))
+    held, bare = a.alloc(3 * page_size), a.alloc(page_size, swa_tail=0)
+    part = a.alloc(1, swa_tail=0)
+    table = held.numpy()[None]
+    full = True
+    for call, *args in (
+        (a.alloc, 1),
+        (a.alloc, 2 * page_size + 1),
+        (a.alloc_extend, [1, 0], [page_size + 2, 5], [part[0] if page_size > 1 else bare[0], -1]),
+        (a.alloc_decode, [3 * page_size + 1, 1], [held[-1], -1]),
+        (a.restore_swa, bare),
+        (a.free, held),
+        (a.free_swa, held),
+        (a.free_segments, [held[0]], [page_size]),
+        (a.rewind, held[page_size:]),
+        (a.evict_swa, table, [0], [0], [3 * page_size]),
+        (a.clear,),
+    ):
+        refused(a, MemoryError, "no room", call, *args)
+    with a.group_frees():
+        refused(a, MemoryError, "no room", a.free, held)
+    full = False
+    a.free(torch.cat([held, bare, part]))
+    assert a.available("full") == a.available("swa") == 16 * page_size
+
+
+@pytest.mark.parametrize("strides", ["rows", "columns", "a view"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_entries_of_a_table_on_a_device(strides: str, dtype: torch.dtype) -> None:
+    """On any device a tensor's entries are gathered where it lies; here it lies on the host."""
+    table = torch.arange(40, dtype=dtype).reshape(5, 8)
+    table = {"rows": table, "columns": table.T.contiguous().T, "a view": table[1:, ::2]}[strides]
+    for n in (0, 1, 7):
+        rows, columns = np.arange(n) % 4, np.arange(n) * 3 % 4
+        got = entries(table, rows, columns)
+        assert got.dtype == np.int64
+        assert np.array_equal(got, table.numpy()[rows, columns])
+
+
 def test_one_slot_of_a_page_of_one_patches_too() -> None:
     calls: list[list[list[int]]] = []
     a = HybridSlotAllocator(8, 8, on_patch=lambda s, v: calls.append([s.tolist(), v.tolist()]))
@@ -666,7 +716,7 @@ def repeat_free_page(a: HybridSlotAllocator) -> None:
 
 
 def leak_full_page(a: HybridSlotAllocator) -> None:
-    a._pages.full.pop(1)
+    a._pages.full.top -= 1
 
 
 def leak_swa_page(a: HybridSlotAllocator) -> None:

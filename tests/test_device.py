@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import subprocess
 import sys
 
@@ -59,6 +61,21 @@ def test_kind_of_follows_the_tensor() -> None:
     cuda = DeviceKind.HIP if torch.version.hip else DeviceKind.CUDA
     for name, kind in (("cpu", DeviceKind.CPU), ("xpu", DeviceKind.XPU), ("cuda", cuda), ("meta", DeviceKind.OTHER)):
         assert devices.kind_of(torch.device(name)) is kind
+
+
+def test_memory_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the advice is refused; the memory serves as well without."""
+    refused = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            refused.append(advice)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    memory = devices.zeros(4 << 20, torch.device("cpu"))
+    assert refused
+    assert memory.shape == (4 << 20,) and not memory.any()
 
 
 def test_fp8_dialect_follows_the_arch() -> None:

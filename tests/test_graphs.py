@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, SlotFault, check, checks
+from portakv import HybridKVPool, LayerSpec, PortaKVError, SlotFault, check, checks, groups
 from portakv import device as devices
 from portakv.check import GraphStores, Mismatch, capture
 from portakv.write_loc import GraphWriteLoc
@@ -78,6 +78,24 @@ def test_checked_mode_reads_nothing_back_in_a_capture(monkeypatch: pytest.Monkey
     monkeypatch.setattr(checks, "host", lambda _: pytest.fail("read slots back"))
     step()
     assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"translate_loc": 2, "store_kv": 2}
+
+
+def test_the_mapping_is_not_edited_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would edit it once more; refused, the allocator is as it was."""
+    launched = []
+    allocator, _ = groups.allocate_slots(
+        8, 8, 1, None, torch.device("meta"), lambda op: lambda *args: launched.append(op)
+    )
+    capturing = True
+    monkeypatch.setattr(devices, "is_capturing", lambda _: capturing)
+    with pytest.raises(PortaKVError, match="full_to_swa: expected no edit while meta captures a graph, got 3 slots"):
+        allocator.alloc(3)
+    assert launched == []
+    assert allocator.available("full") == allocator.available("swa") == 8
+    assert not allocator.mapping[:-1].any()
+    capturing = False
+    allocator.alloc(3)
+    assert launched == ["patch_map"]
 
 
 def keeps_tail(self: GraphWriteLoc, loc: torch.Tensor) -> None:
