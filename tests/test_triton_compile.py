@@ -61,6 +61,18 @@ def test_every_op_compiles(name: str) -> None:
         assert report.vectors is (True if needs_vectors(variant) else None)
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_few_columns_need_no_shared_memory(name: str) -> None:
+    """A tile of short rows has so many that a program could hold more slots than lanes."""
+    for dims in ((1, 3), (2, 2)):
+        fmt = KVFormat(2, *dims, torch.float8_e5m2, 4)
+        for variant in (
+            Variant("store_kv", fmt, torch.float16, alignment=2),
+            Variant("move_kv", fmt, fmt.dtype, alignment=1),
+        ):
+            assert compile_variant(variant, Target.parse(name)).problems == ()
+
+
 def test_the_kinds_that_must_move_vectors() -> None:
     kinds = {variant.op for variant in ONE_OF_EACH if needs_vectors(variant)}
     assert kinds == {"store_kv", "gather_kv", "move_kv"}
@@ -72,7 +84,7 @@ def test_too_large_a_tile_is_objected_to(name: str, monkeypatch: pytest.MonkeyPa
     """One warp for 64 KiB of K and of V has no registers for them."""
     target = Target.parse(name)
     monkeypatch.setattr(TARGETS[name].LAUNCHER, "tiles", {target.lanes: (Tile(1 << 20, 1 << 16, 1),)})
-    report = compile_variant(Variant("move_kv", FORMATS[0], torch.bfloat16), target)
+    report = compile_variant(Variant("move_kv", KVFormat(1, 8192, 8192, torch.bfloat16), torch.bfloat16), target)
     assert report.spills
     assert report.local_bytes
     assert [problem for problem in report.problems if "spills" in problem]

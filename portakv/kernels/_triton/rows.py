@@ -74,7 +74,8 @@ def cut_rows(
         # One vector a lane on the wider side, so that both sides share a layout and nothing is exchanged.
         columns = min(columns, lanes * tile.num_warps * VECTOR_BYTES // unit)
     block = _block(k_dim, v_dim, unit, columns)
-    rows = columns // block
+    # A load of a slot for every lane and more is shared among lanes instead of repeated, through shared memory.
+    rows = min(columns // block, lanes * tile.num_warps // 2)
     constants = {
         "HEADS": fmt.num_kv_heads,
         "ROWS": rows,
