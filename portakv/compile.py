@@ -133,23 +133,35 @@ class Target:
         return f"triton {version} has no backend for {self.kind.value}, only {sorted(backends)}"
 
 
-FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE]"
+FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE][:LAYOUT]"
+_LAYOUTS = [layout.value for layout in Layout if not layout.packed]
 
 
 def parse_format(text: str) -> KVFormat:
-    """A format from `FORMAT_SYNTAX`, as "6x192x128:float8_e4m3fn:16"; raises `ValueError`."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?:(\w+)(?::([1-9]\d*))?", text)
-    if match is None or match[4] not in _DTYPES:
-        raise ValueError(f"format: expected {FORMAT_SYNTAX} with a dtype of {list(_DTYPES)}, got {text!r}")
-    heads, dim, v_dim, dtype, page = match.groups()
-    return KVFormat(int(heads), int(dim), int(v_dim or dim), _DTYPES[dtype], int(page or 1))
+    """A format from `FORMAT_SYNTAX`, as "6x192x128:float8_e4m3fn:16".
+
+    Dims of the layouts for MLA are those of the latent and of the rope part, as in "1x512x64:bfloat16:mla". Raises
+    `ValueError`, also for what no pool can store.
+    """
+    number = r"([1-9]\d*)"
+    match = re.fullmatch(rf"{number}x{number}(?:x{number})?:(\w+)(?::{number})?(?::([a-z]\w*))?", text)
+    layout = (match and match[6]) or Layout.ROWS.value
+    if match is None or match[4] not in _DTYPES or layout not in _LAYOUTS:
+        takes = f"a dtype of {list(_DTYPES)} and a layout of {_LAYOUTS}"
+        raise ValueError(f"format: expected {FORMAT_SYNTAX} with {takes}, got {text!r}")
+    heads, dim, v_dim, page = (int(match[i] or 0) for i in (1, 2, 3, 5))
+    spec = LayerSpec(None, heads, dim, v_dim or None, mla=layout != Layout.ROWS.value)
+    (fmt,) = model_formats([spec], match[4], page or 1, Layout(layout))
+    return fmt
 
 
-def model_formats(layers: Sequence[LayerSpec], dtype: str, page_size: int) -> tuple[KVFormat, ...]:
+def model_formats(
+    layers: Sequence[LayerSpec], dtype: str, page_size: int, layout: Layout = Layout.ROWS
+) -> tuple[KVFormat, ...]:
     """The formats of a pool of `layers`; raises `ValueError` for what no pool can store."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: expected one of {list(_DTYPES)}, got {dtype!r}")
-    groups = plan_groups(layers, True, _DTYPES[dtype], check_positive("page_size", page_size))
+    groups = plan_groups(layers, True, _DTYPES[dtype], check_positive("page_size", page_size), layout)
     return tuple(dict.fromkeys(fmt for _, fmt in groups))
 
 

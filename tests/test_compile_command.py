@@ -19,7 +19,7 @@ from portakv import cli
 from portakv import compile as compilation
 from portakv.compile import COLUMNS, FORMATS, TARGETS, Report, Target
 from portakv.device import DeviceKind
-from portakv.formats import KVFormat, list_variants
+from portakv.formats import KVFormat, Layout, list_variants
 from portakv.layers import LayerSpec
 
 Invoke = Callable[..., Result]
@@ -102,11 +102,47 @@ def test_refuses_what_is_no_target(bad: str, invoke: Invoke) -> None:
     assert f"target: expected sm_NN, gfxNNN or one of ['pvc', 'bmg'], got {bad!r}" in result.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize("bad", ["8x128", "8x128:int8", "0x8:float32", "8x128:float32:0", "8:float32", "8x-1:float32"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("8x128", "8x128:int8", "0x8:float32", "8x128:float32:0", "8:float32", "8x-1:float32"),
+        *("8x128:bfloat16:cpu_vec", "1x512x64:bfloat16:MLA", "1x512x64:bfloat16:mla:16", "8x128:bfloat16:16:"),
+    ],
+)
 def test_refuses_what_is_no_format(bad: str, invoke: Invoke) -> None:
     result = invoke("--format", bad)
     assert result.exit_code == 2
-    assert "format: expected HEADSxDIM[xVDIM]:DTYPE[:PAGE]" in result.stderr.replace("\n", " ")
+    assert "format: expected HEADSxDIM[xVDIM]:DTYPE[:PAGE][:LAYOUT]" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt"),
+    [
+        ("8x128:bfloat16", KVFormat(8, 128, 128, torch.bfloat16)),
+        ("6x192x128:float8_e5m2:16:rows", KVFormat(6, 192, 128, torch.float8_e5m2, 16)),
+        ("1x512x64:bfloat16:mla", KVFormat(1, 512, 64, torch.bfloat16, 1, Layout.MLA)),
+        ("1x448x64:float8_e4m3fn:64:flashmla", KVFormat(1, 448, 64, torch.float8_e4m3fn, 64, Layout.FLASHMLA)),
+        ("1x512x64:float8_e4m3fn:flashmla_v32", KVFormat(1, 512, 64, torch.float8_e4m3fn, 1, Layout.FLASHMLA_V32)),
+    ],
+)
+def test_takes_the_layouts_that_gpus_read(text: str, fmt: KVFormat, invoke: Invoke, compiled: list[Any]) -> None:
+    assert invoke("--target", "sm_90", "--format", text).exit_code == 0
+    assert compiled == [((fmt,), Target.parse("sm_90"))]
+
+
+@pytest.mark.parametrize(
+    ("unstorable", "problem"),
+    [
+        ("2x512x64:bfloat16:mla", "num_kv_heads: expected 1 of an MLA layer, got 2"),
+        ("1x512:bfloat16:mla", "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
+        ("1x512x64:float8_e4m3fn:64:flashmla", "got dims 512 and 64 instead of (448, 64)"),
+        ("1x512x64:bfloat16:flashmla_v32", "got torch.bfloat16 instead of torch.float8_e4m3fn"),
+    ],
+)
+def test_refuses_what_no_pool_can_store(unstorable: str, problem: str, invoke: Invoke) -> None:
+    result = invoke("--format", unstorable)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
 
 
 def test_refuses_the_interpreter(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
