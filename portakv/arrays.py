@@ -81,11 +81,6 @@ def entries(table: torch.Tensor | npt.NDArray[np.integer[Any]], rows: Ints, colu
     return as_ints("table", table[at[0], at[1]])
 
 
-def greatest(values: Ints) -> int:
-    """The largest, 0 of none. Not `values.max()`, a function of Python around this one."""
-    return int(np.maximum.reduce(values)) if values.size else 0
-
-
 def ascending(values: Ints) -> Ints:
     """Sorted, each once. Not np.unique, which hashes: ten times the time of a sort for 4096 slots."""
     if (values[1:] > values[:-1]).all():

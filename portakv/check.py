@@ -7,6 +7,7 @@ for outcome in check.check_device(torch.device("cuda")):
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from portakv import device as devices
 from portakv import dispatch, testing
 from portakv.buffers import Mismatch
 from portakv.errors import NoKernel
-from portakv.formats import PAD, SLOT_OPS, KVFormat
+from portakv.formats import INDEX_DTYPES, PAD, SLOT_OPS, KVFormat, ReadFormat, Structure
 from portakv.kernels import reference
 from portakv.layers import LayerSpec
 from portakv.pool import HybridKVPool
@@ -49,16 +50,20 @@ GRAPH_FILLS = {"graph, filled before replay": False, "graph, filled inside": Tru
 
 
 def rows(device: torch.device) -> list[tuple[str, str]]:
-    """Every (op, row) of the device's column, then every (graph, row) for captured graphs through a pool."""
+    """Every (op, row) of the device's column and of the host's, then every (graph, row) for captured graphs."""
     kind = devices.kind_of(device)
     ops = [(op, row.name) for op, columns in dispatch.TABLE.items() for row in columns[kind]]
+    ops += [(op, row.name) for op, columns in dispatch.HOST_TABLE.items() for row in columns[devices.DeviceKind.CPU]]
     return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in dispatch.TABLE["store_kv"][kind]]
 
 
 def check_device(device: torch.device) -> Iterator[Outcome]:
     """The outcome of each of `rows(device)`, in that order. Never raises for what a kernel does."""
     for op, row in rows(device):
-        yield check_graphs(op, row, device) if op in GRAPH_FILLS else check_row(op, row, device)
+        if op in GRAPH_FILLS:
+            yield check_graphs(op, row, device)
+        else:
+            yield check_measure(row) if op == "measure_read" else check_row(op, row, device)
 
 
 def check_row(
@@ -90,6 +95,61 @@ def _serves(op: str, row: str, found: devices.DeviceFacts, case: Case) -> bool:
     except NoKernel:
         return False
     return True
+
+
+def check_measure(row: str) -> Outcome:
+    """Run a row of `measure_read` on `batches()`."""
+    op, every, done = "measure_read", list(batches()), 0
+    if row == "reference":
+        return Outcome(op, row, "definition")
+    try:
+        found = devices.facts(devices.resolve(devices.DeviceKind.CPU))
+        measure: Callable[..., Any] = dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
+        for batch in every:
+            want, got = reference.measure_read(*batch), measure(*batch)
+            if want != got:
+                raise Mismatch(f"{batch}: expected {want}, got {got}")
+            done += 1
+    except Exception as e:
+        return _complaint(e, op, row, done, len(every))
+    return Outcome(op, row, "passed", "", done, len(every))
+
+
+def batches() -> Iterator[tuple[Any, ...]]:
+    """Arguments of `measure_read`, each for every structure and for windows of all kinds; a third of them out of order
+    in one place."""
+    rng = random.Random(0)
+    formats = tuple(
+        ReadFormat(structure, window, page_size, prefix_only=prefix_only)
+        for structure in Structure
+        for window in (None, 1, 5, 16, 2**63 - 1)
+        for page_size in ((1, 4, 48) if structure is Structure.PAGES else (4,))
+        for prefix_only in (False, True)
+    )
+    for i in range(400):
+        size, num_rows, max_len = i % 9, rng.randint(1, 3), rng.choice((1, 5, 17, 96, 500))
+        tokens = [min(rng.choice((0, 1, 4, 5, 16, 47, 48, rng.randint(0, 500))), max_len) for _ in range(size)]
+        extra = [min(rng.choice((0, 1, 5)), max_len - n) for n in tokens]
+        with_extra, with_queries = rng.random() < 0.5, rng.random() < 0.6
+        ends = [n + more * with_extra for n, more in zip(tokens, extra, strict=True)]
+        queries = [rng.choice((0, 1, n, rng.randint(0, n))) if n else 0 for n in ends]
+        most = rng.choice((max(queries, default=0), max_len))
+        columns = [[rng.randrange(num_rows) for _ in range(size)], tokens, extra, queries]
+        dtype = rng.choice(INDEX_DTYPES)
+        if size and rng.random() < 0.35:
+            column, at, info = rng.choice(columns), rng.randrange(size), torch.iinfo(dtype)
+            beyond = num_rows, most + 1, ends[at] + 1, max_len + 1
+            column[at] = rng.choice((-1, column[at] + 1, *beyond, info.min, info.max))
+        given = [torch.tensor(x, dtype=dtype) for x in columns]
+        if rng.random() < 0.1:  # of another dtype, length or rank
+            wrong = rng.randrange(4)
+            x = given[wrong]
+            given[wrong] = rng.choice((x.short(), x.to(INDEX_DTYPES[dtype is INDEX_DTYPES[0]]), x[1:], x[None]))
+        elif rng.random() < 0.5:
+            given = [x.repeat_interleave(2)[::2] for x in given]
+        rows, seq_lens, extra_lens, query_lens = given
+        optional = (extra_lens if with_extra else None, query_lens if with_queries else None)
+        yield rows, seq_lens, *optional, num_rows, max_len, most, rng.choice((1, 3, 64)), formats
 
 
 def check_graphs(graph: str, row: str, device: torch.device) -> Outcome:

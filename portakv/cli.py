@@ -53,7 +53,7 @@ def info(as_json: AsJson = False) -> None:
     """Show what was probed, which kernel serves each op, and why every other one does not."""
     with _one_line_errors():
         facts = device.facts(device.resolve(None))
-        chosen = dispatch.select_all(facts)
+        chosen = dispatch.select_all(facts) | dispatch.select_host()
     if as_json:
         _print_json(
             {

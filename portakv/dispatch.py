@@ -16,6 +16,7 @@ from portakv.errors import NoKernel
 from portakv.formats import FLOAT_DTYPES, KVFormat, Layout
 
 CUDA, HIP, XPU, CPU, OTHER = DeviceKind
+_warn_once = functools.cache(logging.getLogger("portakv").warning)
 ON_GPU = "interpreted, compiled and inspected; not yet run on a GPU"
 ON_XPU = "interpreted, its SPIR-V executed on a CPU; not yet run on a GPU"
 
@@ -82,6 +83,8 @@ TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
     "gather_kv_packed": ON_CPUS,
     "move_kv_packed": ON_CPUS,
 }
+HOST_TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {"measure_read": {CPU: (NATIVE, REFERENCE)}}
+"""What launches nothing and answers a caller: it runs on the host for pools of every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +108,11 @@ class Selection:
 
 
 def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selection:
-    """Choose the first row that can serve; pure, so it answers for any device on any machine.
-
-    Raises `NoKernel` with each candidate's reason.
-    """
+    """Choose the first row that can serve, or raise `NoKernel` with each candidate's reason; pure, so that it answers
+    for any device on any machine."""
     chosen, rejected = None, []
-    for row in TABLE[op][found.kind]:
-        reason = _why_not(row, found, request) or (chosen and f"{chosen.name} comes first")
-        if reason:
+    for row in (TABLE | HOST_TABLE)[op][found.kind]:
+        if reason := _why_not(row, found, request) or (chosen and f"{chosen.name} comes first"):
             rejected.append((row, reason))
         else:
             chosen = row
@@ -165,27 +165,27 @@ def select_all(
     """
     if kernels is not None and not isinstance(kernels, Mapping):
         raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
-    wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {})
+    wanted, every = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {}), TABLE | HOST_TABLE
     for op, name in wanted.items():
-        if op not in TABLE:
-            raise ValueError(f"kernels: expected an op of {list(TABLE)}, got {op!r}")
-        names = sorted({row.name for rows in TABLE[op].values() for row in rows})
-        if name not in names:
+        if op not in every:
+            raise ValueError(f"kernels: expected an op of {list(every)}, got {op!r}")
+        if name not in (names := sorted({row.name for rows in every[op].values() for row in rows})):
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
     asked = dict.fromkeys(TABLE) if formats is None else formats
     return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op, fmt in asked.items()}
 
 
+def select_host() -> dict[str, Selection]:
+    """A selection for each op of `HOST_TABLE`: the same for pools of every device."""
+    return select_all(facts(resolve(CPU)), formats=dict.fromkeys(HOST_TABLE))
+
+
 def load(op: str, selection: Selection) -> Callable[..., None]:
     """Import the chosen kernel. Says once in the log if an automatic choice ended at the reference."""
     if selection.row.name == "reference" and selection.rejected and selection.automatic:
-        _warn_reference(op, "; ".join(f"{row.name}: {why}" for row, why in selection.rejected))
+        reasons = "; ".join(f"{row.name}: {why}" for row, why in selection.rejected)
+        _warn_once("%s runs on the reference kernel (%s)", op, reasons)
     return implementations.load(selection.row.target.format(op=op))
-
-
-@functools.cache
-def _warn_reference(op: str, reasons: str) -> None:
-    logging.getLogger("portakv").warning("%s runs on the reference kernel (%s)", op, reasons)
 
 
 def explain(device: torch.device | str | DeviceKind | None = None) -> str:
@@ -193,7 +193,7 @@ def explain(device: torch.device | str | DeviceKind | None = None) -> str:
     found = facts(resolve(device))
     lines = [f"{DEVICE.value} was chosen at import", *(f"  {p.kind.value}: {p.reason}" for p in probe())]
     lines.append(f"kernels on {found.kind.value} {found.arch} {found.name} {sorted(found.features)}")
-    for op, selection in select_all(found).items():
+    for op, selection in (select_all(found) | select_host()).items():
         lines.append(f"  {op}: {selection.row.name} ({selection.row.origin}; {selection.row.proof})")
         lines += [f"    not {row.name}: {why}" for row, why in selection.rejected]
     return "\n".join(lines)

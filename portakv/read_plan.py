@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
-from portakv.arrays import Ints, as_int, greatest, require
+from portakv import dispatch
+from portakv.arrays import Ints, as_int, require
 from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
 from portakv.errors import SlotFault
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
@@ -23,6 +23,11 @@ Tensor = torch.Tensor
 Lengths = Tensor | int | None
 Choice = tuple[str | ReadStyle | None, Structure | str | None, torch.dtype | None, int | None]
 """A consumer (None: flashattention, or as `out` has it), and what replaces its structure, index_dtype and pad."""
+
+Shapes = list[tuple[int, ...]]
+_Bounds = tuple[int, int, int, tuple[ReadFormat, ...]]
+_Measure = Callable[..., tuple[int, Shapes] | None]
+"""`measure_read` of `portakv.kernels.reference`, whose docstring is the contract."""
 
 Key = tuple[str, int | None]
 """(side, window): layers of one key read the same indices."""
@@ -69,54 +74,6 @@ class ReadPlan:
         return self.structures[at]
 
 
-@dataclass(slots=True)
-class _Batch:
-    """A forward's requests: `columns` are rows, seq_lens, extra_lens and query_lens on the device. `end`, the tokens of
-    each sequence, and `queries` (None: one each) are on the host; without `end` only the bounds are known."""
-
-    size: int
-    columns: list[Tensor | None]
-    end: Ints | None
-    queries: Ints | None
-    max_len: int  # the greatest `end`, where that is known
-    max_query_len: int
-
-    def shape(self, fmt: ReadFormat, column_multiple: int) -> tuple[int, ...]:
-        """What `indices` of a structure must hold: `(N,)`, or `(rows, columns)`."""
-        page, reach = fmt.page_size, self.max_len if fmt.window is None else fmt.window - 1
-        if self.end is None:
-            span = min(self.max_len, reach + (0 if fmt.prefix_only else self.max_query_len))
-            rows = self.size
-            if fmt.structure is RAGGED:
-                return (rows * span,)
-            if fmt.structure is PAGES:
-                # A span that does not begin with a page touches one page more.
-                return rows, min(-(-self.max_len // page), (span + 2 * (page - 1)) // page)
-            if fmt.structure is ROWS:
-                return rows, span
-            rows, columns = rows * self.max_query_len, min(self.max_len, reach + 1)
-        elif fmt.structure is QUERY_ROWS:
-            rows, longest = self.size, self.max_len
-            if self.queries is not None:
-                rows, longest = int(self.queries.sum()), greatest(np.where(self.queries > 0, self.end, 0))
-            columns = min(longest, reach + 1)
-        else:
-            queries = 1 if self.queries is None else self.queries
-            tokens = stop = np.maximum(self.end - queries, 0) if fmt.prefix_only else self.end
-            if self.max_len > reach:
-                begin = np.maximum(self.end - (queries + reach), 0)
-                if fmt.structure is PAGES:
-                    pages = (stop + (page - 1)) // page - begin // page
-                    # Only a window of 1 can name nothing and not begin at 0.
-                    return self.size, greatest(pages if reach else np.where(begin < stop, pages, 0))
-                tokens = stop - begin
-            if fmt.structure is RAGGED:
-                return (int(tokens.sum()),)
-            longest = self.max_len if tokens is self.end else greatest(tokens)
-            return self.size, longest if fmt.structure is ROWS else -(-longest // page)
-        return rows, -(-columns // column_multiple) * column_multiple
-
-
 class ReadPlanner:
     """Makes the read plans of one pool, whose layer i is `layers[i]` and reads what is stored as `stored[i]`."""
 
@@ -135,8 +92,7 @@ class ReadPlanner:
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
         self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
         self._num_slots = mapping.shape[0] - 1
-        # A kernel may have beside it what checks and sizes a batch of the host in one call; None: `_batch` says why.
-        self._measure = getattr(sys.modules.get(kernel("build_read").__module__), "measure_read", None)
+        self._measure: _Measure = dispatch.load("measure_read", dispatch.select_host()["measure_read"])
         # `torch.empty` takes twice as long to read its arguments.
         self._like = {dtype: faults.new_empty(0, dtype=dtype) for dtype in INDEX_DTYPES}
         self._in_place = [{(dtype, self._device)} for dtype in INDEX_DTYPES]
@@ -175,23 +131,23 @@ class ReadPlanner:
             columns["query_lens"] = columns["extra_lens"]
         if max_query_len is None:
             given = columns["query_lens"]
-            max_query_len = 1 if given is None else given if isinstance(given, int) else max_len
+            max_query_len = 1 if given is None else max(given, 0) if isinstance(given, int) else max_len
         else:
             max_query_len = as_int("max_query_len", max_query_len, 0)
-        on_device: Sequence[Lengths]
+        bounds = (max_len, min(max_query_len, max_len), style.column_multiple, formats)
+        on_device: Sequence[Lengths] = tuple(columns.values())
         measured = None
-        if self._measure and not check and devices.shares_host_memory(self._device) and not is_dynamo_compiling():
-            bounds = (table.shape[0], max_len, min(max_query_len, max_len), style.column_multiple)
-            measured = self._measure(*columns.values(), *bounds, formats)
-        if measured is not None:
-            size, shapes = measured
-            on_device, exact = tuple(columns.values()), True
+        # On a CPU a batch in order is what the kernel takes: no more to do than to measure it.
+        if not check and devices.shares_host_memory(self._device) and not is_dynamo_compiling():
+            measured = self._measure(*on_device, table.shape[0], *bounds)
+        if measured is None:
+            size, on_device, measured = self._batch(table, columns, max_query_len, check, bounds)
+        if measured is None:
+            shapes = _bound(size, max_len, max_query_len, style.column_multiple, formats)
         else:
-            batch = self._batch(table, columns, max_len, max_query_len, check)
-            size, on_device, exact = batch.size, batch.columns, batch.end is not None
-            shapes = [batch.shape(fmt, style.column_multiple) for fmt in formats]
+            size, shapes = measured
         if out is not None:
-            _check_room(out, size, shapes, exact)
+            _check_room(out, size, shapes, measured is not None)
         plan = self._new_plan(style, formats, shapes, size) if out is None else out
         if size == 0 and out is None:  # an idle rank launches nothing
             for read in plan.structures:
@@ -211,8 +167,8 @@ class ReadPlanner:
         style, formats = self._choose(choice, prefix_only=False)
         self._check_style(style)
         bounds = (as_int("max_len", max_len, 1), as_int("max_query_len", max_query_len, 1))
-        batch = _Batch(as_int("max_reqs", max_reqs, 1), [], None, None, *bounds)
-        plan = self._new_plan(style, formats, [batch.shape(fmt, style.column_multiple) for fmt in formats], max_reqs)
+        shapes = _bound(as_int("max_reqs", max_reqs, 1), *bounds, style.column_multiple, formats)
+        plan = self._new_plan(style, formats, shapes, max_reqs)
         for read in plan.structures:
             read.indices.fill_(style.pad)
             for lengths in (read.indptr, read.lens, read.starts):
@@ -256,9 +212,10 @@ class ReadPlanner:
                 check_offsets(style, cache)
 
     def _batch(
-        self, table: Tensor, columns: dict[str, Lengths], max_len: int, max_query_len: int, check: bool
-    ) -> _Batch:
-        """The batch as the op takes it. Raises for what is wrong in shape, dtype or device, or is known on the host."""
+        self, table: Tensor, columns: dict[str, Lengths], max_query_len: int, check: bool, bounds: _Bounds
+    ) -> tuple[int, list[Tensor | None], tuple[int, Shapes] | None]:
+        """The number of requests, the columns as the op takes them, and what `measure_read` finds, None unless all
+        lengths are known on the host. Raises for what is wrong in shape, dtype or device, or is known to be."""
         size = self._check_columns(columns)
         on_host = {name: devices.shares_host_memory(x.device) for name, x in columns.items() if isinstance(x, Tensor)}
         if is_dynamo_compiling() and any(on_host.values()):
@@ -270,10 +227,18 @@ class ReadPlanner:
                 known[name] = np.full(size, x)
             elif x is not None and (on_host[name] or check):
                 known[name] = (x if on_host[name] else x.cpu()).numpy().astype(np.int64, copy=False)
-        end, queries, most = _check_values(known, columns, table.shape[0], max_len, max_query_len)
-        if check and end is not None:
-            _check_slots(table, known["req_rows"], end, self._num_slots)
-        return _Batch(size, self._place(columns, known, size), end, queries, most, max_query_len)
+        measured, num_rows = None, table.shape[0]
+        complete = all(x is None or name in known for name, x in columns.items() if name != "req_rows")
+        if complete:
+            # Rows that are not known stay unseen: they add nothing to a size.
+            given = {"req_rows": np.zeros(size, np.int64)} | known
+            tensors = (torch.from_numpy(given[name]) if name in given else None for name in columns)
+            measured = self._measure(*tensors, num_rows if "req_rows" in known else 1, *bounds)
+        if measured is None:
+            _check_values(known, complete, num_rows, bounds[0], max_query_len)
+        elif check:
+            _check_slots(table, known["req_rows"], known["seq_lens"] + known.get("extra_lens", 0), self._num_slots)
+        return size, self._place(columns, known, size), measured
 
     def _place(self, columns: dict[str, Lengths], known: dict[str, Ints], size: int) -> list[Tensor | None]:
         """The columns as tensors of one dtype on the device; what comes from the host comes in one copy."""
@@ -306,6 +271,8 @@ class ReadPlanner:
         size = None
         for name, given in columns.items():
             if name in ("extra_lens", "query_lens") and (given is None or type(given) is int):
+                if given is not None and not -(2**63) <= given < 2**63:
+                    raise ValueError(f"{name}: expected an int of 64 bits, got {given}")
                 continue
             x = _ints(name, given)
             size = x.shape[0] if size is None and x.dim() == 1 else size
@@ -340,36 +307,44 @@ def _ints(name: str, x: object) -> Tensor:
     return x
 
 
-def _check_values(
-    known: dict[str, Ints], columns: dict[str, Lengths], num_rows: int, max_len: int, max_query_len: int
-) -> tuple[Ints | None, Ints | None, int]:
-    """Raise `ValueError` for what is known to be wrong. Returns the tokens and queries of each sequence, if known, and
-    the most tokens that one can have."""
-    # A negative number is a large one without its sign.
-    top = {name: greatest(values.view(np.uint64)) for name, values in known.items()}
+def _check_values(known: dict[str, Ints], complete: bool, num_rows: int, max_len: int, max_query_len: int) -> None:
+    """Raise `ValueError` for what is known to be wrong; `complete` if all lengths are known."""
     for name, values in known.items():
-        if top[name] >= 2**63:
-            require(values >= 0, name, "at least 0", values)
-    if top.get("req_rows", -1) >= num_rows:
-        rows = known["req_rows"]
+        require(values >= 0, name, "at least 0", values)
+    if (rows := known.get("req_rows")) is not None:
         require(rows < num_rows, "req_rows", f"a row of req_to_token, below {num_rows}", rows)
-    end, queries, longest = None, known.get("query_lens"), max_len
-    lengths = [x for name, x in columns.items() if x is not None and name != "req_rows"]
-    if len(lengths) == len(known) - ("req_rows" in known):
-        end, extra, longest = known["seq_lens"], known.get("extra_lens"), top["seq_lens"]
+    queries = known.get("query_lens")
+    if complete:
+        end, extra = known["seq_lens"], known.get("extra_lens")
         if extra is None:
-            if longest > max_len:
-                require(end <= max_len, "seq_lens", f"at most {max_len} tokens", end)
+            require(end <= max_len, "seq_lens", f"at most {max_len} tokens", end)
         else:
             good = (end <= max_len) & (extra <= max_len)
             end = end + extra  # where this wraps around, a summand is past the end
             require(good & (end <= max_len), "seq_lens + extra_lens", f"at most {max_len} tokens", end)
-            longest = greatest(end)
         if queries is not None:
             require(queries <= end, "query_lens", "at most the sequence's tokens", queries)
     if queries is not None:
         require(queries <= max_query_len, "query_lens", f"at most max_query_len, {max_query_len}", queries)
-    return end, queries, longest
+
+
+def _bound(size: int, max_len: int, max_query_len: int, column_multiple: int, formats: Sequence[ReadFormat]) -> Shapes:
+    """As `measure_read`, for any `size` sequences of `max_len` tokens at most, `max_query_len` of them queries."""
+    shapes: Shapes = []
+    for fmt in formats:
+        page, reach = fmt.page_size, max_len if fmt.window is None else fmt.window - 1
+        span = min(max_len, reach + (0 if fmt.prefix_only else max_query_len))
+        if fmt.structure is RAGGED:
+            shapes.append((size * span,))
+        elif fmt.structure is PAGES:
+            # A span that does not begin with a page touches one page more.
+            shapes.append((size, min(-(-max_len // page), (span + 2 * (page - 1)) // page)))
+        elif fmt.structure is ROWS:
+            shapes.append((size, span))
+        else:
+            columns = min(max_len, reach + 1)
+            shapes.append((size * max_query_len, -(-columns // column_multiple) * column_multiple))
+    return shapes
 
 
 def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:

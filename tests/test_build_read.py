@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from portakv import check, dispatch, testing
 from portakv import device as devices
-from portakv import dispatch, testing
 from portakv.formats import FAULT_KINDS, ReadFormat, Structure
 from portakv.kernels import reference
 
@@ -181,6 +181,73 @@ def test_what_does_not_fit_is_cut_and_counted() -> None:
     out, _, lens, _, faults = build(Structure.ROWS, [40], shape=(1, 2), window=3)
     assert (out, lens) == ([[45, 46]], [2])  # of the table's 32 positions, the last three
     assert faults[FAULT_KINDS.index("build_read")] == 2
+
+
+def test_what_is_measured_is_what_is_named() -> None:
+    """`build_read` cuts nothing in buffers of the measured shapes, and leaves no column, element or row unused."""
+    seen = 0
+    for *lengths, num_rows, max_len, max_query_len, multiple, formats in list(check.batches())[::5]:
+        measured = reference.measure_read(*lengths, num_rows, max_len, max_query_len, multiple, formats)
+        if measured is None:
+            continue
+        size, shapes = measured
+        rows, _, _, query_lens = lengths
+        assert size == len(rows)
+        table = torch.ones((num_rows, max_len), dtype=torch.int64)
+        for fmt, shape in zip(formats, shapes, strict=True):
+            ragged, per_query = fmt.structure is Structure.RAGGED, fmt.structure is Structure.QUERY_ROWS
+            n = size if ragged else shape[0]
+            out, indptr, lens, starts = (torch.zeros(s, dtype=torch.int64) for s in (shape, n + 1, n, n))
+            faults = testing.faults().tensor
+            reference.build_read(
+                None, table, *lengths, out, indptr if ragged else None, lens, starts, faults, 1000, fmt
+            )
+            assert not faults.any()
+            step = fmt.page_size if fmt.structure is Structure.PAGES else 1
+            named = [-(-x // step) for x in lens.tolist()]
+            most = max(named, default=0)
+            if ragged:
+                assert shape == (sum(named),)
+            elif not per_query:
+                assert shape == (size, most)
+            else:
+                assert n == (size if query_lens is None else query_lens.sum())
+                assert shape[1] % multiple == 0
+                assert fmt.prefix_only or shape[1] - most in range(multiple)
+            seen += bool(most)
+    assert seen > 500
+
+
+def test_a_batch_out_of_order_is_not_measured() -> None:
+    """Each of what the contract names, by one number that is one too many or one of a kind it is not."""
+    good = {"rows": [2, 0], "seq_lens": [4, 3], "extra_lens": [1, 0], "query_lens": [2, 3]}
+    bounds = (3, 5, 4, 1, (ReadFormat(Structure.ROWS),))
+
+    def measured(measure, **changes):
+        given = {name: torch.tensor(x) for name, x in good.items()} | changes
+        return measure(*given.values(), *bounds)
+
+    found = devices.facts(torch.device("cpu"))
+    for row in dispatch.HOST_TABLE["measure_read"][found.kind]:
+        measure = dispatch.load(
+            "measure_read", dispatch.select("measure_read", found, dispatch.Request(wanted=row.name))
+        )
+        assert measured(measure) == (2, [(2, 5)])
+        for name, value in (
+            *(("rows", [3, 0]), ("rows", [-1, 0]), ("seq_lens", [5, 3]), ("seq_lens", [4, -1])),
+            *(("extra_lens", [2, 0]), ("extra_lens", [-1, 0]), ("extra_lens", [1, 2**63 - 1])),
+            *(("query_lens", [5, 3]), ("query_lens", [2, 4]), ("query_lens", [2, -1]), ("seq_lens", [-(2**63), 3])),
+        ):
+            assert measured(measure, **{name: torch.tensor(value)}) is None, (row.name, name, value)
+        for name, values in good.items():
+            x = torch.tensor(values)
+            for wrong in (x.int(), x.short(), x.double(), x[:1], x[:, None], x.to("meta"), values, 1):
+                assert measured(measure, **{name: wrong}) is None, (row.name, name, wrong)
+        for name in ("rows", "seq_lens"):
+            assert measured(measure, **{name: None}) is None
+        for wrong in (lambda x: x[None], lambda x: x[0], lambda x: x.short(), lambda x: x.to("meta")):
+            every = {name: wrong(torch.tensor(values)) for name, values in good.items()}
+            assert measured(measure, **every) is None, (row.name, every)
 
 
 @pytest.mark.parametrize("row", ["native", "reference"])

@@ -10,7 +10,7 @@ import torch
 import portakv
 from portakv import dispatch
 from portakv.device import DeviceFacts, DeviceKind, Package
-from portakv.dispatch import TABLE, Request, parse_kernels, select, select_all
+from portakv.dispatch import HOST_TABLE, TABLE, Request, parse_kernels, select, select_all
 from portakv.errors import NoKernel
 from portakv.formats import KVFormat
 
@@ -117,7 +117,7 @@ def test_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reference_is_logged_once_and_only_when_automatic(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._warn_reference.cache_clear()
+    dispatch._warn_once.cache_clear()
     facts = DeviceFacts(DeviceKind.CPU, "x86_64", packages=UNBUILT)
     with caplog.at_level(logging.WARNING, "portakv"):
         dispatch.load("store_kv", select("store_kv", facts, Request(wanted="reference")))
@@ -132,6 +132,27 @@ def test_explain_names_every_probe_and_row() -> None:
     text = portakv.explain("cpu")
     for kind in ("cuda", "hip", "xpu", "cpu"):
         assert f"  {kind}: " in text
-    for op in TABLE:
+    for op in TABLE | HOST_TABLE:
         assert f"{op}: native (portakv, C++; executed)" in text
-    assert text.count("not reference: native comes first") == len(TABLE)
+    assert text.count("not reference: native comes first") == len(TABLE) + len(HOST_TABLE)
+    assert "measure_read: native" in portakv.explain("meta")
+
+
+def test_the_hosts_ops_are_chosen_apart_from_a_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names in the environment, and as `kernels=` is of one pool, not by it."""
+    assert not TABLE.keys() & HOST_TABLE.keys()
+    layers = [portakv.LayerSpec(None, 1, 8)]
+    for device in ("cpu", "meta"):
+        for row in ("native", "reference"):
+            monkeypatch.setenv("PORTAKV_KERNELS", f"measure_read={row}")
+            assert dispatch.select_host()["measure_read"].row.name == row
+            pool = portakv.HybridKVPool(layers, size=8, device=device)
+            want = dispatch.load("measure_read", dispatch.select_host()["measure_read"])
+            assert pool._planner._measure is want
+    for row, problem in (("triton", "a row of measure_read among"), ("", "a row of measure_read among")):
+        monkeypatch.setenv("PORTAKV_KERNELS", f"measure_read={row}")
+        with pytest.raises(ValueError, match=problem):
+            portakv.HybridKVPool(layers, size=8, device="cpu")
+    monkeypatch.delenv("PORTAKV_KERNELS")
+    with pytest.raises(ValueError, match="kernels: expected ops that this pool runs"):
+        portakv.HybridKVPool(layers, size=8, device="cpu", kernels={"measure_read": "native"})

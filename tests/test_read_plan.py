@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +44,10 @@ def rows_here() -> list[str]:
 
 
 @pytest.fixture(params=rows_here())
-def kernels(request: pytest.FixtureRequest, device: torch.device) -> dict[str, str] | None:
+def kernels(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str] | None:
+    monkeypatch.setenv("PORTAKV_KERNELS", f"measure_read={request.param}")
     return dict.fromkeys(OPS, request.param) if device.type == "cpu" else None
 
 
@@ -265,15 +269,14 @@ def test_buffers_fit_lengths_on_the_host(kernels):
 
 @pytest.mark.parametrize("structure", Structure)
 @pytest.mark.parametrize("page", PAGES)
-def test_every_row_sizes_its_buffers_alike(structure, page):
-    """The native kernels measure a batch themselves; what they find is what the host's arithmetic does."""
+def test_every_row_sizes_its_buffers_alike(structure, page, monkeypatch):
     random.seed(page)
-    layers = [LayerSpec(window, 1, 8) for window in (None, 1, 5, 16)]
-    pools = [
-        HybridKVPool(layers, size=64, swa_size=48, page_size=page, device="cpu", kernels=dict.fromkeys(SLOT_OPS, row))
-        for row in rows_here()
-    ]
-    assert [pool._planner._measure is not None for pool in pools] == [row == "native" for row in rows_here()]
+    layers, pools = [LayerSpec(window, 1, 8) for window in (None, 1, 5, 16)], []
+    for row in rows_here():
+        monkeypatch.setenv("PORTAKV_KERNELS", f"measure_read={row}")
+        kernels = dict.fromkeys(SLOT_OPS, row)
+        pools.append(HybridKVPool(layers, size=64, swa_size=48, page_size=page, device="cpu", kernels=kernels))
+    assert len({pool._planner._measure for pool in pools}) == len(pools)
     style = ReadStyle(structure, structure, torch.int64, pad=-1, column_multiple=3)
     table = torch.arange(3 * 40).view(3, 40) % 60
     for size in (0, 1, 1, 2, 3, 7) * 8:
@@ -707,6 +710,16 @@ def test_an_int_stands_for_one_length_of_all(device, kernels, extra):
     assert compare(world, plan, [2, 2, 2]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["query_lens", "extra_lens"])
+@pytest.mark.parametrize("value", [2**63, 2**64, 2**70, -(2**63) - 1, -(2**70)])
+def test_an_int_of_more_than_64_bits_is_refused(device, kernels, name, value):
+    world = World([3, 9], 4, device, kernels)
+    for size in (0, 2):
+        rows, lengths = world.rows[:size], torch.tensor(world.lengths)[:size]
+        with pytest.raises(ValueError, match=f"^{name}: expected an int of 64 bits, got {value}$"):
+            world.pool.plan_read(world.table, rows, lengths, **{name: value})
+
+
 @pytest.mark.parametrize("dtypes", list(itertools.product((torch.int32, torch.int64), repeat=4)), ids=str)
 def test_integers_on_the_host_may_be_of_either_width(device, kernels, dtypes):
     world = World([3, 9, 23], 4, device, kernels)
@@ -715,6 +728,24 @@ def test_integers_on_the_host_may_be_of_either_width(device, kernels, dtypes):
     rows, seq, query, extra = (x.to(dtype) for x, dtype in zip(columns, dtypes, strict=True))
     plan = world.pool.plan_read(world.table.to(dtypes[0]), rows, seq, query, extra_lens=extra, consumer="flashinfer")
     assert compare(world, plan, queries.tolist()) <= TOLERANCE
+
+
+def test_lengths_on_the_host_are_real_whatever_traces(device, kernels):
+    """Outside of the graph that torch.compile makes of the rest, and under fake tensors."""
+    world = World([3, 9, 23], 4, device, kernels)
+    table, lengths = world.table, torch.tensor(world.lengths)
+
+    def step(x: Tensor) -> Tensor:
+        plan = world.pool.plan_read(table, world.rows, lengths, structure="rows")
+        return x + sum(read.indices.sum() * read.indices.shape[1] for read in plan.structures)
+
+    x = torch.ones(1, device=device)
+    want = step(x)
+    assert torch.equal(torch.compile(step, backend="eager")(x), want)
+    if device.type == "cpu":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            plan = world.pool.plan_read(table, world.rows, lengths, structure="rows")
+        assert [read.indices.shape for read in plan.structures] == [(3, n) for n in (23, 5, 8, 3)]
 
 
 def test_strided_arguments(device, kernels):

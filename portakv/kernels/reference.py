@@ -6,12 +6,14 @@ Slots are 1-D int32 or int64. A negative slot is skipped; one past the last row 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from portakv.formats import (
     CANONICAL_NAN,
     FAULT_KINDS,
     FLOAT_DTYPES,
+    INDEX_DTYPES,
     PAD,
     Fp8,
     KVFormat,
@@ -219,6 +221,54 @@ def build_read(
         _count(faults, "cast_loc", unfit)
         ok &= ~unfit
     out.copy_(torch.where(ok, value, fmt.pad))
+
+
+def measure_read(
+    rows: Tensor,
+    seq_lens: Tensor,
+    extra_lens: Tensor | None,
+    query_lens: Tensor | None,
+    num_rows: int,
+    max_len: int,
+    max_query_len: int,
+    column_multiple: int,
+    formats: tuple[ReadFormat, ...],
+) -> tuple[int, list[tuple[int, ...]]] | None:
+    """B, and for each of `formats` the shape of `out` that holds what `build_read` names, with no room to spare.
+
+    The first four are as `build_read` takes them, on the host; columns of QUERY_ROWS are rounded up to a multiple. None
+    for a batch out of order: what is not such a tensor, a row outside [0, num_rows), a negative length, more than
+    `max_len` keys, or `query_lens` of more than the sequence's keys or `max_query_len`.
+    """
+    columns = [rows, seq_lens, *(x for x in (extra_lens, query_lens) if x is not None)]
+    kinds = {(x.dtype, x.shape, x.is_cpu) if isinstance(x, Tensor) else None for x in columns}
+    if None in kinds or len(kinds) > 1 or not rows.is_cpu or rows.dim() != 1 or rows.dtype not in INDEX_DTYPES:
+        return None
+    # Lists, as no dispatch mode stands in their way: lengths are real even where what is planned is fake.
+    row, tokens, extra, queries = (
+        np.zeros(rows.shape, np.int64) if x is None else np.array(x.tolist(), np.int64)
+        for x in (rows, seq_lens, extra_lens, query_lens)
+    )
+    good = (row >= 0) & (row < num_rows) & (tokens >= 0) & (extra >= 0) & (queries >= 0)
+    # Where a difference or a sum wraps around, a summand is out of bounds too.
+    good &= (tokens <= max_len) & (extra <= max_len - tokens) & (queries <= tokens + extra) & (queries <= max_query_len)
+    if not good.all():
+        return None
+    end = tokens + extra
+    queries = np.ones_like(end) if query_lens is None else queries
+    shapes: list[tuple[int, ...]] = []
+    for fmt in formats:
+        window = max_len + 1 if fmt.window is None else min(fmt.window, max_len + 1)
+        if fmt.structure is Structure.QUERY_ROWS:
+            most = int(np.where(queries > 0, np.minimum(end, window), 0).max(initial=0))
+            shapes.append((int(queries.sum()), -(-most // column_multiple) * column_multiple))
+            continue
+        step = fmt.page_size if fmt.structure is Structure.PAGES else 1
+        begin, stop = np.maximum(end - queries - window + 1, 0), end - queries if fmt.prefix_only else end
+        entries = np.where(begin < stop, -((begin // step * step - stop) // step), 0)
+        ragged = fmt.structure is Structure.RAGGED
+        shapes.append((int(entries.sum()),) if ragged else (len(end), int(entries.max(initial=0))))
+    return len(end), shapes
 
 
 def store_kv_rope(

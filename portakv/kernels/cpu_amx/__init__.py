@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import gather_kv_packed as gather_kv_packed
     from portakv.kernels.cpu_amx._native import isa as isa
     from portakv.kernels.cpu_amx._native import isas as isas
+    from portakv.kernels.cpu_amx._native import measure_read as measure_read
     from portakv.kernels.cpu_amx._native import move_kv as move_kv
     from portakv.kernels.cpu_amx._native import move_kv_packed as move_kv_packed
     from portakv.kernels.cpu_amx._native import patch_map as patch_map
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from portakv.kernels.cpu_amx._native import translate_loc as translate_loc
 
 _NAMES = (
-    *("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read"),
+    *("translate_loc", "cast_loc", "patch_map", "store_kv", "gather_kv", "move_kv", "build_read", "measure_read"),
     *("store_kv_flashmla", "gather_kv_flashmla", "store_kv_packed", "gather_kv_packed", "move_kv_packed"),
     *("store_kv_rope", "store_kv_rope_flashmla", "isa", "isas"),
 )

@@ -1,6 +1,7 @@
 from portakv.kernels.reference import build_read as build_read
 from portakv.kernels.reference import cast_loc as cast_loc
 from portakv.kernels.reference import gather_kv as gather_kv
+from portakv.kernels.reference import measure_read as measure_read
 from portakv.kernels.reference import move_kv as move_kv
 from portakv.kernels.reference import patch_map as patch_map
 from portakv.kernels.reference import store_kv as store_kv

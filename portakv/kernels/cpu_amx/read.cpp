@@ -223,7 +223,7 @@ nb::tuple shape_of(const Format& f, const Slots& rows, const Slots& sequences, c
 }
 
 // `(batch size, [shape of `out` for each of formats])`, or None where anything is not as `build_read` takes it or out of
-// bounds, which the caller then puts into words.
+// bounds.
 nb::object measure_read(nb::handle rows, nb::handle seq_lens, nb::handle extra_lens, nb::handle query_lens,
                         int64_t num_rows, int64_t max_len, int64_t max_query_len, int64_t column_multiple,
                         nb::tuple formats) {
