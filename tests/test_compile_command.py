@@ -15,11 +15,11 @@ import transformers
 import triton
 from typer.testing import CliRunner, Result
 
-from portakv import cli
+from portakv import cli, dispatch
 from portakv import compile as compilation
 from portakv.compile import COLUMNS, FORMATS, TARGETS, Report, Target
 from portakv.device import DeviceKind
-from portakv.formats import KVFormat, Layout, list_variants
+from portakv.formats import INDEX_DTYPES, KVFormat, Layout, list_variants
 from portakv.layers import LayerSpec
 
 Invoke = Callable[..., Result]
@@ -93,6 +93,15 @@ def test_without_targets_takes_those_there_are_backends_for(invoke: Invoke, comp
     assert [target.name for _, target in compiled] == expected
     assert set(json.loads(result.stdout)["unavailable"]) == set(TARGETS) - set(expected)
     assert {formats for formats, _ in compiled} == {FORMATS}
+
+
+def test_the_formats_reach_every_op_under_both_slot_widths_and_are_few() -> None:
+    """A core takes 0.4 s for a variant, and `.ci/run` has under two minutes on two for four targets."""
+    variants = list_variants(FORMATS)
+    assert len(variants) <= 120
+    ops = {op for op, columns in dispatch.TABLE.items() if dispatch.TRITON_CUDA in columns[DeviceKind.CUDA]}
+    reached = {(variant.op, variant.index_dtype) for variant in variants}
+    assert reached == {(op, dtype) for op in ops for dtype in INDEX_DTYPES} - {("patch_map", torch.int32)}
 
 
 @pytest.mark.parametrize("bad", ["sm_9", "gfx", "a100", "", "sm_90;"])
