@@ -24,10 +24,11 @@ from portakv.formats import INDEX_DTYPES, PAD, SLOT_OPS, KVFormat, ReadFormat, S
 from portakv.kernels import reference
 from portakv.layers import LayerSpec
 from portakv.pool import HybridKVPool
+from portakv.table import HOST_TABLE, TABLE
 from portakv.testing import Case
 
 Tensor = torch.Tensor
-Result = Literal["passed", "failed", "unavailable", "definition"]
+Result = Literal["passed", "failed", "unavailable", "definition", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ GRAPH_FILLS = {"graph, filled before replay": False, "graph, filled inside": Tru
 def rows(device: torch.device) -> list[tuple[str, str]]:
     """Every (op, row) of the device's column and of the host's, then every (graph, row) for captured graphs."""
     kind = devices.kind_of(device)
-    ops = [(op, row.name) for op, columns in dispatch.TABLE.items() for row in columns[kind]]
-    ops += [(op, row.name) for op, columns in dispatch.HOST_TABLE.items() for row in columns[devices.DeviceKind.CPU]]
-    return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in dispatch.TABLE["store_kv"][kind]]
+    ops = [(op, row.name) for op, columns in TABLE.items() for row in columns[kind]]
+    ops += [(op, row.name) for op, columns in HOST_TABLE.items() for row in columns[devices.DeviceKind.CPU]]
+    return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in TABLE["store_kv"][kind]]
 
 
 def check_device(device: torch.device) -> Iterator[Outcome]:
@@ -77,7 +78,7 @@ def check_row(
     try:
         found = devices.facts(device)
         kernel = dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
-        # Formats that the table keeps from the row are no business of its kernel.
+        # Formats that the table keeps from the row are skipped.
         cases = [case for case in cases if _serves(op, row, found, case)]
         for case in cases:
             if time.monotonic() > until:
@@ -86,6 +87,8 @@ def check_row(
             done += 1
     except Exception as e:  # whatever a kernel does is a finding about its row, and the other rows still run
         return _complaint(e, op, row, done, len(cases))
+    if cases and done == 0:
+        return Outcome(op, row, "not run", "no time was left", 0, len(cases))
     return Outcome(op, row, "passed", "", done, len(cases))
 
 

@@ -1,4 +1,4 @@
-"""The dispatch table: op x device kind -> kernels in order of preference, and the pure choice among them."""
+"""The pure choice among the rows of `portakv.table`, and what explains it."""
 
 from __future__ import annotations
 
@@ -13,78 +13,10 @@ import torch
 from portakv import kernels as implementations
 from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
 from portakv.errors import NoKernel
-from portakv.formats import FLOAT_DTYPES, KVFormat, Layout
+from portakv.formats import KVFormat
+from portakv.table import HOST_TABLE, TABLE, Row
 
-CUDA, HIP, XPU, CPU, OTHER = DeviceKind
 _warn_once = functools.cache(logging.getLogger("portakv").warning)
-ON_GPU = "interpreted, compiled and inspected; not yet run on a GPU"
-ON_XPU = "interpreted, its SPIR-V executed on a CPU; not yet run on a GPU"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One kernel: its name, "module:function" in `portakv.kernels`, what it needs, and where it comes from.
-
-    A function is named after its op on every device. `package` is a key of `DeviceFacts.packages` with its oldest
-    version that serves, `backend` a compiler backend inside it. Of the caches, `layouts` and `dtypes` are those it can
-    store (None: every dtype), `equal_dims` asks for one head dim of K and V, `max_elements` bounds K or V of a layer.
-    A row that `checks` refuses bad arguments itself, before it writes. `proof` is how its bytes were shown to be right.
-    """
-
-    name: str
-    target: str
-    origin: str
-    package: str | None = None
-    backend: str | None = None
-    layouts: tuple[Layout, ...] = (Layout.ROWS, Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32)
-    checks: bool = False
-    dtypes: tuple[torch.dtype, ...] | None = None
-    equal_dims: bool = False
-    max_elements: int | None = None
-    proof: str = "executed"
-
-
-REFERENCE = Row("reference", "reference:{op}", "portakv, in torch ops")
-REFERENCE_FLASHMLA = Row("reference", "reference_flashmla:{op}", "portakv, in torch ops")
-NATIVE = Row("native", "cpu_amx:{op}", "portakv, C++", "native", checks=True)
-PACKED = (Layout.CPU_AMX, Layout.CPU_VEC)
-REFERENCE_PACKED = Row("reference", "reference_packed:{op}", "portakv, in torch ops", layouts=PACKED)
-NATIVE_PACKED = Row("native", "cpu_amx:{op}", "portakv, C++", "native", layouts=PACKED, checks=True)
-TRITON_CUDA = Row("triton", "cuda:{op}", "portakv, Triton", "triton>=3.3", "nvidia", proof=ON_GPU)
-TRITON_HIP = Row("triton", "hip:{op}", "portakv, Triton", "triton>=3.3", "amd", proof=ON_GPU)
-TRITON_XPU = Row("triton", "xpu:{op}", "portakv, Triton", "triton>=3.3", "intel", proof=ON_XPU)
-# Its kernel has one stride and one head dim for K and V, and 32-bit offsets; what it converts is rounded otherwise.
-IPEX = Row(
-    "ipex", "ipex:{op}", "IPEX", "ipex>=2.8", None, (Layout.ROWS,), False, FLOAT_DTYPES, True, 2**31 - 1, "never run"
-)
-EVERYWHERE: dict[DeviceKind, tuple[Row, ...]] = {
-    CUDA: (TRITON_CUDA, REFERENCE),
-    HIP: (TRITON_HIP, REFERENCE),
-    XPU: (TRITON_XPU, REFERENCE),
-    CPU: (NATIVE, REFERENCE),
-    OTHER: (REFERENCE,),
-}
-ON_CPUS: dict[DeviceKind, tuple[Row, ...]] = dict.fromkeys(DeviceKind, (REFERENCE_PACKED,))
-ON_CPUS |= {CPU: (NATIVE_PACKED, REFERENCE_PACKED)}
-FLASHMLA = {kind: (*rows[:-1], REFERENCE_FLASHMLA) for kind, rows in EVERYWHERE.items()}
-TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {
-    "translate_loc": EVERYWHERE,
-    "cast_loc": EVERYWHERE,
-    "patch_map": EVERYWHERE,
-    "build_read": EVERYWHERE,
-    "store_kv": EVERYWHERE | {XPU: (TRITON_XPU, IPEX, REFERENCE)},
-    "gather_kv": EVERYWHERE,
-    "move_kv": EVERYWHERE,
-    "store_kv_rope": EVERYWHERE,
-    "store_kv_flashmla": FLASHMLA,
-    "store_kv_rope_flashmla": FLASHMLA,
-    "gather_kv_flashmla": FLASHMLA,
-    "store_kv_packed": ON_CPUS,
-    "gather_kv_packed": ON_CPUS,
-    "move_kv_packed": ON_CPUS,
-}
-HOST_TABLE: dict[str, dict[DeviceKind, tuple[Row, ...]]] = {"measure_read": {CPU: (NATIVE, REFERENCE)}}
-"""What launches nothing and answers a caller: it runs on the host for pools of every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +40,10 @@ class Selection:
 
 
 def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selection:
-    """Choose the first row that can serve, or raise `NoKernel` with each candidate's reason; pure, so that it answers
-    for any device on any machine."""
+    """Choose the first row that can serve; pure, so it answers for any device on any machine.
+
+    Raises `NoKernel` with each candidate's reason.
+    """
     chosen, rejected = None, []
     for row in (TABLE | HOST_TABLE)[op][found.kind]:
         if reason := _why_not(row, found, request) or (chosen and f"{chosen.name} comes first"):
@@ -165,11 +99,13 @@ def select_all(
     """
     if kernels is not None and not isinstance(kernels, Mapping):
         raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
-    wanted, every = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {}), TABLE | HOST_TABLE
+    wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {})
+    every = TABLE | HOST_TABLE
     for op, name in wanted.items():
         if op not in every:
             raise ValueError(f"kernels: expected an op of {list(every)}, got {op!r}")
-        if name not in (names := sorted({row.name for rows in every[op].values() for row in rows})):
+        names = sorted({row.name for rows in every[op].values() for row in rows})
+        if name not in names:
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
     asked = dict.fromkeys(TABLE) if formats is None else formats
     return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op, fmt in asked.items()}
@@ -177,13 +113,14 @@ def select_all(
 
 def select_host() -> dict[str, Selection]:
     """A selection for each op of `HOST_TABLE`: the same for pools of every device."""
-    return select_all(facts(resolve(CPU)), formats=dict.fromkeys(HOST_TABLE))
+    return select_all(facts(resolve(DeviceKind.CPU)), formats=dict.fromkeys(HOST_TABLE))
 
 
 def load(op: str, selection: Selection) -> Callable[..., None]:
     """Import the chosen kernel. Says once in the log if an automatic choice ended at the reference."""
-    if selection.row.name == "reference" and selection.rejected and selection.automatic:
+    if selection.row.name == "reference" and selection.automatic:
         reasons = "; ".join(f"{row.name}: {why}" for row, why in selection.rejected)
+        reasons = reasons or "this device has no other row"
         _warn_once("%s runs on the reference kernel (%s)", op, reasons)
     return implementations.load(selection.row.target.format(op=op))
 

@@ -32,12 +32,13 @@ import pyopencl as cl
 import torch
 import triton
 
-from portakv import buffers, dispatch, testing
+from portakv import buffers, testing
 from portakv.compile import Target
 from portakv.device import DeviceKind
 from portakv.formats import FP8_DIALECTS, KVFormat, Variant
 from portakv.kernels import _triton, reference, xpu
 from portakv.kernels._triton.launch import Launcher, Source, compile_source
+from portakv.table import TABLE, TRITON_XPU
 
 Tensor = torch.Tensor
 
@@ -271,8 +272,8 @@ Task = tuple[str, Callable[..., None], tuple[object, ...]]
 def tasks(every: int) -> list[Task]:
     """All checks; of the variants with a format every `every`-th."""
     out: list[Task] = [("checks that must fail", check_checks, ()), ("offsets past 2^31", check_far, ())]
-    for op, columns in dispatch.TABLE.items():
-        if dispatch.TRITON_XPU not in columns[DeviceKind.XPU]:
+    for op, columns in TABLE.items():
+        if TRITON_XPU not in columns[DeviceKind.XPU]:
             continue
         by_variant: dict[Variant, list[testing.Case]] = {}
         for case in testing.cases(op):

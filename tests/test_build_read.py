@@ -11,6 +11,7 @@ from portakv import check, dispatch, testing
 from portakv import device as devices
 from portakv.formats import FAULT_KINDS, ReadFormat, Structure
 from portakv.kernels import reference
+from portakv.table import HOST_TABLE
 
 Tensor = torch.Tensor
 
@@ -228,7 +229,7 @@ def test_a_batch_out_of_order_is_not_measured() -> None:
         return measure(*given.values(), *bounds)
 
     found = devices.facts(torch.device("cpu"))
-    for row in dispatch.HOST_TABLE["measure_read"][found.kind]:
+    for row in HOST_TABLE["measure_read"][found.kind]:
         measure = dispatch.load(
             "measure_read", dispatch.select("measure_read", found, dispatch.Request(wanted=row.name))
         )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from portakv import check, cli, dispatch
+from portakv import check, cli
 from portakv.device import DeviceKind
-from portakv.dispatch import Row
 from portakv.kernels import reference
+from portakv.table import TABLE, Row
 
 CPU = torch.device("cpu")
 
@@ -32,8 +32,8 @@ def slow(*args) -> None:
 
 
 def add_row(monkeypatch: pytest.MonkeyPatch, op: str, row: Row) -> None:
-    columns = dispatch.TABLE[op] | {DeviceKind.CPU: (row, *dispatch.TABLE[op][DeviceKind.CPU])}
-    monkeypatch.setitem(dispatch.TABLE, op, columns)
+    columns = TABLE[op] | {DeviceKind.CPU: (row, *TABLE[op][DeviceKind.CPU])}
+    monkeypatch.setitem(TABLE, op, columns)
 
 
 def add_function(monkeypatch: pytest.MonkeyPatch, op: str, function) -> None:
@@ -47,7 +47,7 @@ def test_every_row_and_graph_passes() -> None:
     assert shown["passed"]
     assert shown["device"] == "cpu"
     rows = [(o["op"], o["row"]) for o in shown["outcomes"]]
-    for op, columns in dispatch.TABLE.items():
+    for op, columns in TABLE.items():
         assert [row for name, row in rows if name == op] == [row.name for row in columns[DeviceKind.CPU]]
     for graph in check.GRAPH_FILLS:
         assert [row for name, row in rows if name == graph] == ["native", "reference"]
@@ -98,6 +98,8 @@ def test_a_deadline_shows_in_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = check.check_row("patch_map", "wrong", CPU, until=time.monotonic() + 0.05)
     assert outcome.result == "passed"
     assert 0 < outcome.cases < outcome.total
+    outcome = check.check_row("patch_map", "wrong", CPU, until=time.monotonic())
+    assert (outcome.result, outcome.cases) == ("not run", 0)
 
 
 def test_an_absent_device_is_an_error_of_one_line() -> None:

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import portakv
-from portakv import __main__, cli, compare, device, dispatch
+from portakv import __main__, cli, compare, device
 from portakv.pool import HybridKVPool
+from portakv.table import TABLE
 
 Invoke = Callable[..., Result]
 
@@ -46,7 +47,7 @@ def test_info_accounts_for_every_row(invoke: Invoke) -> None:
     shown = json.loads(invoke("info", "--json").stdout)
     assert shown["device"] == portakv.DEVICE.value
     assert [probe["kind"] for probe in shown["probed"]] == [probe.kind.value for probe in device.probe()]
-    for op, columns in dispatch.TABLE.items():
+    for op, columns in TABLE.items():
         names = {row.name for row in columns[portakv.DEVICE]}
         assert {shown["kernels"][op], *shown["rejected"][op]} == names
         assert all(shown["rejected"][op].values())
@@ -54,7 +55,7 @@ def test_info_accounts_for_every_row(invoke: Invoke) -> None:
 
 def test_info_table_names_ops_and_reasons(invoke: Invoke) -> None:
     shown = invoke("info").stdout
-    for word in (*dispatch.TABLE, "comes", "first", "chosen", "not built for it"):
+    for word in (*TABLE, "comes", "first", "chosen", "not built for it"):
         assert word in shown
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from portakv import check, dispatch
+from portakv import check
+from portakv.table import TABLE
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--budget", "40", "--slots", "256", "--tokens", "1,16", "--rounds", "3"]
@@ -38,24 +39,24 @@ device_check.START = time.monotonic()
 """
 
 INTERPRETED = """
-from portakv import dispatch
 from portakv.device import DeviceKind
-for op, columns in dispatch.TABLE.items():
-    triton = [dispatch.Row("triton", "cuda:{op}", "interpreted")] * (len(columns[DeviceKind.CUDA]) - 1)
+from portakv.table import TABLE, Row
+for op, columns in TABLE.items():
+    triton = [Row("triton", "cuda:{op}", "interpreted")] * (len(columns[DeviceKind.CUDA]) - 1)
     columns[DeviceKind.CPU] = (*triton, columns[DeviceKind.CPU][-1])
 """
 
 WRONG_STORE = """
-from portakv import dispatch
 from portakv.device import DeviceKind
 from portakv.kernels import reference
+from portakv.table import REFERENCE, TABLE, Row
 def wrong(k, v, k_cache, v_cache, loc, *rest):
     reference.store_kv(k[:-1], v[:-1], k_cache, v_cache, loc[:-1], *rest)
 reference.wrong = wrong
-for op, columns in dispatch.TABLE.items():
+for op, columns in TABLE.items():
     columns[DeviceKind.CPU] = columns[DeviceKind.CPU][-1:]
-columns = dispatch.TABLE["store_kv"]
-columns[DeviceKind.CPU] = (dispatch.Row("wrong", "reference:wrong", "this test"), dispatch.REFERENCE)
+columns = TABLE["store_kv"]
+columns[DeviceKind.CPU] = (Row("wrong", "reference:wrong", "this test"), REFERENCE)
 """
 
 
@@ -76,9 +77,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert report["seconds"] < 80
     # GPUs have a reference row only for packed CPU pages.
-    assert report["kernels"] == {op: "reference" if op.endswith("_packed") else "triton" for op in dispatch.TABLE}
+    assert report["kernels"] == {op: "reference" if op.endswith("_packed") else "triton" for op in TABLE}
     rows = {(row["op"], row["row"]): row for row in report["rows"]}
-    for op in dispatch.TABLE:
+    for op in TABLE:
         if not op.endswith("_packed"):
             assert rows[op, "triton"]["result"] == "passed"
             # The interpreter is slow: the budget cuts the suite, and the count says so.

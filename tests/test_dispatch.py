@@ -10,9 +10,10 @@ import torch
 import portakv
 from portakv import dispatch
 from portakv.device import DeviceFacts, DeviceKind, Package
-from portakv.dispatch import HOST_TABLE, TABLE, Request, parse_kernels, select, select_all
+from portakv.dispatch import Request, parse_kernels, select, select_all
 from portakv.errors import NoKernel
 from portakv.formats import KVFormat
+from portakv.table import HOST_TABLE, TABLE, Row
 
 NVIDIA = {"triton": Package("3.9.0", backends=("amd", "nvidia"))}
 INTEL = {"triton": Package("3.3.0", backends=("intel",)), "ipex": Package(problem="not installed")}
@@ -79,7 +80,7 @@ def test_explicit_request_never_falls_back() -> None:
 
 
 def test_a_layout_no_row_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tuple(dispatch.Row(name, f"x:{name}", "test", layouts=()) for name in ("a", "b"))
+    rows = tuple(Row(name, f"x:{name}", "test", layouts=()) for name in ("a", "b"))
     monkeypatch.setitem(TABLE, "store_kv", {DeviceKind.CPU: rows})
     with pytest.raises(NoKernel, match="cannot store layout 'rows'"):
         select("store_kv", SERVED[5][0], Request(KVFormat(1, 8, 8, torch.bfloat16)))
@@ -124,8 +125,10 @@ def test_reference_is_logged_once_and_only_when_automatic(caplog: pytest.LogCapt
         assert not caplog.records
         for _ in range(3):
             dispatch.load("store_kv", select("store_kv", facts))
-    assert len(caplog.records) == 1
+            dispatch.load("store_kv", select("store_kv", DeviceFacts(DeviceKind.OTHER)))
+    assert len(caplog.records) == 2
     assert "no C++ compiler" in caplog.records[0].message
+    assert "this device has no other row" in caplog.records[1].message
 
 
 def test_explain_names_every_probe_and_row() -> None:
@@ -133,7 +136,7 @@ def test_explain_names_every_probe_and_row() -> None:
     for kind in ("cuda", "hip", "xpu", "cpu"):
         assert f"  {kind}: " in text
     for op in TABLE | HOST_TABLE:
-        assert f"{op}: native (portakv, C++; executed)" in text
+        assert f"{op}: native (portakv, C++; executed on a CPU)" in text
     assert text.count("not reference: native comes first") == len(TABLE) + len(HOST_TABLE)
     assert "measure_read: native" in portakv.explain("meta")
 

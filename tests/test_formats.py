@@ -17,6 +17,7 @@ from portakv import device as devices
 from portakv.errors import IntegrityError
 from portakv.formats import KVFormat, Layout, list_variants
 from portakv.layers import require_heads
+from portakv.table import TABLE
 
 MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
 HEADS = LayerSpec(None, 2, 8)
@@ -32,7 +33,7 @@ def rows_here() -> list[str]:
 def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(layers, …)`: a small pool on each row that serves here."""
     if device.type == "cpu":
-        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.TABLE))
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in TABLE))
 
     def pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
         options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True} | options

@@ -12,6 +12,7 @@ import portakv
 from portakv import KVWriteLoc, LayerSpec, dispatch, ops, testing
 from portakv import device as devices
 from portakv.formats import FP8_DIALECTS, KVFormat, Layout
+from portakv.table import TABLE
 
 CPU = torch.device("cpu")
 LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16)]
@@ -35,17 +36,17 @@ def one_of_each(op: str) -> list[testing.Case]:
 
 
 def test_every_op_of_the_table_is_there() -> None:
-    assert list(ops.SCHEMAS) == list(dispatch.TABLE)
+    assert list(ops.SCHEMAS) == list(TABLE)
 
 
-@pytest.mark.parametrize("op", dispatch.TABLE)
+@pytest.mark.parametrize("op", TABLE)
 def test_an_op_runs_its_kernel(op: str, device: torch.device) -> None:
-    for row in dispatch.TABLE[op][devices.facts(device).kind]:
+    for row in TABLE[op][devices.facts(device).kind]:
         for case in [*one_of_each(op), *(case for case in testing.cases(op) if case.tokens == 0)][:40]:
             testing.check(op, call(case, row.name, device), case, device)
 
 
-@pytest.mark.parametrize("op", dispatch.TABLE)
+@pytest.mark.parametrize("op", TABLE)
 def test_opcheck(op: str) -> None:
     """Writes are declared and all of them, outputs alias nothing, the fake agrees, and AOTAutograd keeps the bytes."""
     for case in one_of_each(op):

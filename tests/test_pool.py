@@ -22,9 +22,9 @@ from portakv import (
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
-    dispatch,
 )
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS
+from portakv.table import REFERENCE, TABLE, Row
 
 FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(6, 2, 8)
 MIXTURES = {
@@ -349,9 +349,9 @@ def test_kernels_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernels_names_what_serves_the_pools_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that comes first but cannot store the pool's dtype is not the one in use."""
-    picky = dispatch.Row("picky", "reference:{op}", "this test", dtypes=(torch.bfloat16,))
-    column = dispatch.TABLE["store_kv"] | {DeviceKind.CPU: (picky, dispatch.REFERENCE)}
-    monkeypatch.setitem(dispatch.TABLE, "store_kv", column)
+    picky = Row("picky", "reference:{op}", "this test", dtypes=(torch.bfloat16,))
+    column = TABLE["store_kv"] | {DeviceKind.CPU: (picky, REFERENCE)}
+    monkeypatch.setitem(TABLE, "store_kv", column)
     for dtype, name in ((torch.bfloat16, "picky"), (torch.float8_e5m2, "reference")):
         assert HybridKVPool([FULL], size=8, dtype=dtype, device="cpu").kernels["store_kv"] == name
 

@@ -13,6 +13,7 @@ import torch
 from portakv import HybridKVPool, LayerSpec, Rope, dispatch
 from portakv import device as devices
 from portakv.formats import FLOAT_DTYPES, SLOT_OPS, KVFormat
+from portakv.table import TABLE
 
 HEADS = [LayerSpec(None, 3, 16, 8), LayerSpec(6, 3, 16, 8)]
 MLA = [LayerSpec(None, 1, 24, 16, mla=True), LayerSpec(6, 1, 24, 16, mla=True)]
@@ -37,7 +38,7 @@ def rows_here() -> list[str]:
 @pytest.fixture(params=rows_here())
 def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     if device.type == "cpu":
-        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.TABLE))
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in TABLE))
 
     def pool(kind: str, **options: Any) -> HybridKVPool:
         layers, own = KINDS[kind]
@@ -196,22 +197,22 @@ def test_a_traced_store_rotates_too(make: Any, kind: str) -> None:
         assert mine.any()
 
 
-TABLE, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
+COS_SIN, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ((None, TEN), TypeError, "cos_sin_cache: expected a tensor, got NoneType"),
-        ((TABLE, [0, 1]), TypeError, "positions: expected a tensor, got list"),
-        ((TABLE[0], TEN), ValueError, "cos_sin_cache: expected shape"),
-        ((TABLE[:, :7], TEN), ValueError, "cos_sin_cache: expected shape"),
-        ((TABLE[:0], TEN), ValueError, "cos_sin_cache: expected shape"),
-        ((TABLE.double(), TEN), TypeError, "cos_sin_cache: expected float32, float16 or bfloat16, got torch.float64"),
+        ((COS_SIN, [0, 1]), TypeError, "positions: expected a tensor, got list"),
+        ((COS_SIN[0], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((COS_SIN[:, :7], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((COS_SIN[:0], TEN), ValueError, "cos_sin_cache: expected shape"),
+        ((COS_SIN.double(), TEN), TypeError, "cos_sin_cache: expected float32, float16 or bfloat16, got torch.float64"),
         ((torch.zeros(8, 10).T, TEN), ValueError, "cos_sin_cache: expected a dense last axis"),
-        ((TABLE, torch.arange(2 * TOKENS)[::2]), ValueError, "positions: expected a dense vector"),
-        ((TABLE, TEN.short()), TypeError, "positions: expected int32 or int64, got torch.int16"),
-        ((TABLE, TEN, 1), TypeError, "interleaved: expected a bool, got 1"),
+        ((COS_SIN, torch.arange(2 * TOKENS)[::2]), ValueError, "positions: expected a dense vector"),
+        ((COS_SIN, TEN.short()), TypeError, "positions: expected int32 or int64, got torch.int16"),
+        ((COS_SIN, TEN, 1), TypeError, "interleaved: expected a bool, got 1"),
     ],
 )
 def test_what_is_no_rope(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -224,10 +225,10 @@ def test_what_is_no_rope(arguments: tuple[Any, ...], error: type[Exception], mes
     [
         ("rope", TypeError, "rope: expected a Rope or None, got str"),
         (Rope(torch.zeros(10, 18), TEN), ValueError, "rope.cos_sin_cache: expected at most 16 dims, got 18"),
-        (Rope(TABLE.half(), TEN), TypeError, "rope.cos_sin_cache: expected torch.float32 or torch.bfloat16 as k"),
-        (Rope(TABLE, TEN[1:]), ValueError, "rope.positions: expected 9, one per token, got 8"),
-        (Rope(TABLE, torch.arange(10)), ValueError, "rope.positions: expected 9, one per token, got 10"),
-        (Rope(TABLE.to("meta"), TEN), ValueError, "rope.cos_sin_cache: expected a tensor on cpu, got meta"),
+        (Rope(COS_SIN.half(), TEN), TypeError, "rope.cos_sin_cache: expected torch.float32 or torch.bfloat16 as k"),
+        (Rope(COS_SIN, TEN[1:]), ValueError, "rope.positions: expected 9, one per token, got 8"),
+        (Rope(COS_SIN, torch.arange(10)), ValueError, "rope.positions: expected 9, one per token, got 10"),
+        (Rope(COS_SIN.to("meta"), TEN), ValueError, "rope.cos_sin_cache: expected a tensor on cpu, got meta"),
     ],
 )
 @pytest.mark.parametrize("check", [False, True])
@@ -238,7 +239,7 @@ def test_a_rope_that_does_not_fit_is_refused(rope: Any, error: type[Exception], 
         pool.set_kv_buffer(0, write_loc, k, v, rope)
     fp8 = HybridKVPool(HEADS, size=48, device="cpu", dtype=torch.float8_e5m2)
     with pytest.raises(TypeError, match="k: expected float32, float16 or bfloat16 to rotate, got"):
-        fp8.set_kv_buffer(0, write_loc, k.to(fp8.dtype), v.to(fp8.dtype), Rope(TABLE, TEN))
+        fp8.set_kv_buffer(0, write_loc, k.to(fp8.dtype), v.to(fp8.dtype), Rope(COS_SIN, TEN))
     for each in (pool, fp8):
         assert not any(x.view(torch.uint8).any() for x in each.get_kv_buffer(0))
 
@@ -250,7 +251,7 @@ def test_rows_are_refused_whichever_of_both_stores_checks_them(
 ) -> None:
     """The other one is the reference, which trusts its caller and writes K before it meets a wrong V."""
     layers, own = KINDS[kind]
-    others = [op for op in dispatch.TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")]
+    others = [op for op in TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")]
     monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}=reference" for op in others))
     pool = HybridKVPool(layers, size=48, page_size=4, device="cpu", **own)
     write_loc, k, v = batch(pool)

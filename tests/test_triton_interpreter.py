@@ -14,14 +14,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from portakv import dispatch, testing
+from portakv import testing
 from portakv.device import DeviceKind
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS, PAD, KVFormat, list_variants
 from portakv.kernels import reference
+from portakv.table import TABLE, TRITON_CUDA
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-OPS = [op for op, columns in dispatch.TABLE.items() if dispatch.TRITON_CUDA in columns[DeviceKind.CUDA]]
+OPS = [op for op, columns in TABLE.items() if TRITON_CUDA in columns[DeviceKind.CUDA]]
 
 
 def _caches(fmt: KVFormat, num_layers: int, num_rows: int) -> list[torch.Tensor]:

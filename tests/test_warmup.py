@@ -14,10 +14,11 @@ import sys
 import pytest
 import torch
 
-from portakv import CONSUMERS, HybridKVPool, LayerSpec, dispatch
+from portakv import CONSUMERS, HybridKVPool, LayerSpec
 from portakv.compile import warmup
 from portakv.device import DeviceKind
 from portakv.formats import INDEX_DTYPES, PAD, list_variants
+from portakv.table import TABLE, Row
 
 LAYERS = (LayerSpec(None, 2, 16), LayerSpec(8, 2, 16), LayerSpec(8, 1, 8, v_head_dim=24))
 
@@ -27,9 +28,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN and overflow
     @pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 1), (torch.float8_e4m3fnuz, 4)])
     def test_nothing_compiles_after_it(dtype: torch.dtype, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        row = dispatch.Row("triton", "cuda:{op}", "portakv")
-        for op, columns in dispatch.TABLE.items():
-            monkeypatch.setitem(dispatch.TABLE, op, columns | {DeviceKind.CPU: (row,)})
+        row = Row("triton", "cuda:{op}", "portakv")
+        for op, columns in TABLE.items():
+            monkeypatch.setitem(TABLE, op, columns | {DeviceKind.CPU: (row,)})
         monkeypatch.setattr(LAUNCHER, "_kernels", {})
         monkeypatch.setattr(LAUNCHER, "_hot", {})
         pool = HybridKVPool(LAYERS, size=96, swa_size=64, page_size=page_size, dtype=dtype, device="cpu")

@@ -20,10 +20,11 @@ import torch
 from portakv import device as devices
 from portakv import dispatch
 from portakv.device import DeviceFacts, DeviceKind, Package
-from portakv.dispatch import TABLE, Request, select
+from portakv.dispatch import Request, select
 from portakv.errors import NoKernel
 from portakv.formats import CANONICAL_NAN, FAULT_KINDS, FLOAT_DTYPES, KVFormat
 from portakv.kernels import ipex
+from portakv.table import TABLE
 
 Tensor = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Kernels by device. A row of `dispatch.TABLE` names a function here; nothing is imported before it is chosen."""
+"""Kernels by device. A row of `portakv.table` names a function here; nothing is imported before it is chosen."""
 
 from __future__ import annotations
 

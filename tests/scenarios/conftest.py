@@ -21,6 +21,7 @@ import torch
 import portakv
 from portakv import device as devices
 from portakv import dispatch
+from portakv.table import TABLE
 
 ACCELERATORS = [kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")]
 
@@ -31,7 +32,7 @@ def _backends() -> list[tuple[str, str]]:
     served = [row.name for row, why in chosen.rejected if why.endswith("comes first")]
     pairs = [("cpu", name) for name in (chosen.row.name, *served)]
     for kind in ACCELERATORS:
-        pairs += [(kind, row.name) for row in dispatch.TABLE["store_kv"][devices.DeviceKind(kind)]]
+        pairs += [(kind, row.name) for row in TABLE["store_kv"][devices.DeviceKind(kind)]]
     return pairs
 
 
@@ -66,7 +67,7 @@ def make_pool(
 ) -> Callable[..., portakv.HybridKVPool]:
     """HybridKVPool on one backend: `make_pool(layers, size=…, …)`."""
     device, row = backend
-    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={row}" for op in dispatch.TABLE))
+    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={row}" for op in TABLE))
     return functools.partial(portakv.HybridKVPool, device=device, check=False)
 
 

@@ -7,9 +7,10 @@ import torch
 
 from portakv import DeviceKind, LayerSpec, NoKernel
 from portakv.device import DeviceFacts, Package
-from portakv.dispatch import TABLE, Request, select
+from portakv.dispatch import Request, select
 from portakv.formats import FP8_DIALECTS, KVFormat
 from portakv.kernels import reference
+from portakv.table import TABLE
 
 TRITON = {"triton": Package("3.6.0", backends=("amd", "intel", "nvidia"))}
 OLD = [

@@ -9,8 +9,9 @@ import portakv
 from portakv import DeviceKind
 from portakv import device as devices
 from portakv.device import DeviceFacts, Package, kind_of
-from portakv.dispatch import TABLE, Request, select
+from portakv.dispatch import Request, select
 from portakv.formats import KVFormat
+from portakv.table import TABLE
 
 TYPES = ["cpu", "cuda", "xpu", "meta", "mps", "hpu", "mtia", "privateuseone"]
 

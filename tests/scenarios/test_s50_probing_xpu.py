@@ -12,7 +12,8 @@ import torch
 
 from portakv import DeviceKind
 from portakv.device import DeviceFacts, Package, Probe, _built_for_xpu, _count
-from portakv.dispatch import TABLE, select
+from portakv.dispatch import select
+from portakv.table import TABLE
 
 
 @pytest.mark.parametrize(
