@@ -5,6 +5,7 @@ That every op matches the reference on shared inputs is tested for all rows of t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -163,6 +164,27 @@ def test_one_whole_row_wins_at_any_thread_count(isa: str, threads: int) -> None:
         last = int((loc == slot).nonzero()[-1])
         assert same(cache[0, slot], rows[last])
         assert same(cache[1, slot], rows[last])
+
+
+def test_torchs_thread_count_in_a_python_thread_of_its_own() -> None:
+    """OpenMP counts per thread, and torch hands its count on only where it is asked: a store must ask before it starts
+    threads."""
+    openmp, counts, before = ctypes.CDLL("libgomp.so.1"), [], torch.get_num_threads()
+    caches, rows, fmt = torch.zeros(2, 1025, 2, 64), torch.ones(1024, 2, 64), KVFormat(2, 64, 64, torch.float32)
+    arguments = (rows, rows, *caches, torch.arange(1, 1025), None, None, faults(), fmt)
+
+    def work() -> None:
+        cpu_amx.store_kv(*arguments)
+        counts.append(openmp.omp_get_max_threads())
+
+    torch.set_num_threads(before + 3)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [before + 3]
 
 
 def test_distinct_slots_from_many_python_threads() -> None:

@@ -168,6 +168,10 @@ std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const 
 int threads_for(int64_t bytes) {
 #ifdef _OPENMP
     if (bytes < kParallelBytes || omp_in_parallel()) return 1;
+    // OpenMP counts threads per thread, and torch passes its own count on only when it is asked for in that thread.
+    thread_local bool counted = false;
+    if (!counted) nb::module_::import_("torch").attr("get_num_threads")();
+    counted = true;
     int64_t most = omp_get_max_threads(), useful = bytes / kThreadBytes;
     return int(most < useful ? most : useful);
 #else

@@ -41,7 +41,7 @@ Format read_format(nb::handle fmt) {
     nb::object structure = get(fmt, structure_);
     int which = 0;
     while (which < kNumStructures && structures[which] != structure.ptr()) ++which;
-    if (which == kNumStructures) refuse_type("fmt", "a Structure in fmt.structure", Py_TYPE(structure.ptr())->tp_name);
+    if (which == kNumStructures) refuse_type("fmt", "a Structure in fmt.structure", class_name(structure).c_str());
     int64_t window = get(fmt, window_).is_none() ? INT64_MAX : get_int(fmt, window_);
     if (window < 1) refuse_value("fmt", "a window of 1 or more", std::to_string(window).c_str());
     int64_t page_size = get_int(fmt, page_size_);
@@ -118,7 +118,7 @@ void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handl
     if (ragged)
         ends = read_like(indptr, "indptr", to, n + 1);
     else if (!indptr.is_none())
-        refuse_type("indptr", "None for a structure that is not ragged", Py_TYPE(indptr.ptr())->tp_name);
+        refuse_type("indptr", "None for a structure that is not ragged", class_name(indptr).c_str());
     else if (to.shape[0] != n)
         refuse_shape(to, "[" + std::to_string(n) + ", columns]");
     if (num_slots < 0) refuse_value("num_slots", "0 or more", std::to_string(num_slots).c_str());

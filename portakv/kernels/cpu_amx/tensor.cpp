@@ -88,7 +88,7 @@ void check_plain(nb::handle object, const char* name) {
     bool is_tensor = PyType_IsSubtype(type, torch_.tensor);
     if (is_tensor && nb::handle(reinterpret_cast<PyObject*>(type)).attr("__torch_dispatch__").is(torch_.plain_dispatch))
         return;
-    refuse_type(name, "a plain torch.Tensor", type->tp_name);
+    refuse_type(name, "a plain torch.Tensor", class_name(object).c_str());
 }
 
 void check_rank(int64_t rank, const char* name) {
@@ -252,6 +252,8 @@ bool use_reader(Reader reader) {
 static std::string refusal(const char* name, const char* expected, const char* got) {
     return std::string(name) + ": expected " + expected + ", got " + got;
 }
+
+std::string class_name(nb::handle object) { return nb::str(object.type().attr("__name__")).c_str(); }
 
 void refuse_type(const char* name, const char* expected, const char* got) {
     throw nb::type_error(refusal(name, expected, got).c_str());

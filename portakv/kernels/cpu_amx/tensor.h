@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <string>
 
 #include "kernels.h"
 
@@ -40,6 +41,9 @@ enum class Reader { exchange, shim, attributes };
 bool use_reader(Reader reader);
 
 // Raise TypeError or ValueError "{name}: expected {expected}, got {got}".
+// The name of an object's type; not `tp_name`, which the limited API keeps to itself.
+std::string class_name(nanobind::handle object);
+
 [[noreturn]] void refuse_type(const char* name, const char* expected, const char* got);
 [[noreturn]] void refuse_value(const char* name, const char* expected, const char* got);
 
