@@ -54,7 +54,7 @@ class Package:
     def why_not(self, name: str, oldest: str, backend: str | None) -> str | None:
         """Why it cannot serve as package `name` of version `oldest` ("" for any) with `backend`, or None."""
         if self.problem is not None:
-            return f"{name}: {self.problem}"
+            return self.problem
         if oldest and _version(self.version or "") < _version(oldest):
             return f"{name} {self.version} is older than {oldest}"
         if backend is not None and backend not in self.backends:

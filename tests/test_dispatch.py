@@ -48,12 +48,12 @@ def test_automatic_choice(op: str, facts: DeviceFacts, row: str) -> None:
 
 
 REJECTED = [
-    (DeviceKind.CUDA, {}, "triton: not installed"),
+    (DeviceKind.CUDA, {}, "not installed"),
     (DeviceKind.CUDA, {"triton": Package("3.1.0", backends=("nvidia",))}, "triton 3.1.0 is older than 3.3"),
-    (DeviceKind.CUDA, {"triton": Package("3.9.0", problem="no active driver")}, "triton: no active driver"),
+    (DeviceKind.CUDA, {"triton": Package("3.9.0", problem="no active driver")}, "no active driver"),
     (DeviceKind.HIP, {"triton": Package("3.9.0", backends=("nvidia",))}, "has no amd backend, only ['nvidia']"),
     (DeviceKind.XPU, NVIDIA, "has no intel backend, only ['amd', 'nvidia']"),
-    (DeviceKind.CPU, UNBUILT, "native: not built: no C++ compiler"),
+    (DeviceKind.CPU, UNBUILT, "not built: no C++ compiler"),
 ]
 
 
