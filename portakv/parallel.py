@@ -107,6 +107,7 @@ def plan_zigzag_write(
             "seq_lens": zlib.crc32(lens.tobytes()),
             "dtype": DTYPES.index(dtype),
             "pool": zlib.crc32(formats.encode()),
+            "check": _hears(pool),
         },
         pool.device,
         group,
@@ -153,7 +154,7 @@ def cp_allgather_and_save_kv(
         plan = plan_zigzag_write(pool, write_loc, getattr(k, "dtype", None), group=group)  # type: ignore[arg-type]
     layer = pool._layers.get(layer_id) if type(layer_id) is int else None
     refusal = _refusal(pool, layer_id, layer, plan, k, v)
-    hears = pool.check or devices.shares_host_memory(pool.device)
+    hears = _hears(pool)
     if refusal is not None and not (hears and any(plan.rows)):
         raise refusal
     if not any(plan.rows):
@@ -180,6 +181,11 @@ def cp_allgather_and_save_kv(
         if odd:
             raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
     pool.set_kv_buffer(layer_id, plan.write_loc, *_split(gathered.view(plan.dtype), layer))
+
+
+def _hears(pool: HybridKVPool) -> bool:
+    """Whether a rank waits for each gather, to learn whether another one was refused."""
+    return pool.check or devices.shares_host_memory(pool.device)
 
 
 def _refusal(
@@ -221,7 +227,7 @@ def _zigzag_order(lens: Ints, rank: int, world: int) -> Ints:
     return ranges(np.concatenate(starts), np.concatenate([short + (chunk < longer) for chunk in chunks]))
 
 
-_COMPARED = ("write_loc", "seq_lens", "dtype", "pool")
+_COMPARED = ("write_loc", "seq_lens", "dtype", "pool", "check")
 
 
 def _compare(mine: dict[str, int] | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
