@@ -15,12 +15,13 @@ import transformers
 import triton
 from typer.testing import CliRunner, Result
 
-from portakv import cli, dispatch
+from portakv import cli
 from portakv import compile as compilation
 from portakv.compile import COLUMNS, FORMATS, TARGETS, Report, Target
 from portakv.device import DeviceKind
 from portakv.formats import INDEX_DTYPES, KVFormat, Layout, list_variants
 from portakv.layers import LayerSpec
+from portakv.table import TABLE, TRITON_CUDA
 
 Invoke = Callable[..., Result]
 ROOT = Path(__file__).parents[1]
@@ -99,7 +100,7 @@ def test_the_formats_reach_every_op_under_both_slot_widths_and_are_few() -> None
     """A core takes 0.4 s for a variant, and `.ci/run` has under two minutes on two for four targets."""
     variants = list_variants(FORMATS)
     assert len(variants) <= 120
-    ops = {op for op, columns in dispatch.TABLE.items() if dispatch.TRITON_CUDA in columns[DeviceKind.CUDA]}
+    ops = {op for op, columns in TABLE.items() if TRITON_CUDA in columns[DeviceKind.CUDA]}
     reached = {(variant.op, variant.index_dtype) for variant in variants}
     assert reached == {(op, dtype) for op in ops for dtype in INDEX_DTYPES} - {("patch_map", torch.int32)}
 
