@@ -64,13 +64,12 @@ def test_every_op_compiles(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_few_columns_need_no_shared_memory(name: str) -> None:
     """A tile of short rows has so many that a program could hold more slots than lanes."""
-    for dims in ((1, 3), (2, 2)):
-        fmt = KVFormat(2, *dims, torch.float8_e5m2, 4)
-        for variant in (
-            Variant("store_kv", fmt, torch.float16, alignment=2),
-            Variant("move_kv", fmt, fmt.dtype, alignment=1),
-        ):
-            assert compile_variant(variant, Target.parse(name)).problems == ()
+    fmt = KVFormat(2, 1, 3, torch.float8_e5m2, 4)
+    for variant in (
+        Variant("store_kv", fmt, torch.float16, alignment=2),
+        Variant("move_kv", fmt, fmt.dtype, alignment=1),
+    ):
+        assert compile_variant(variant, Target.parse(name)).problems == ()
 
 
 def test_the_kinds_that_must_move_vectors() -> None:
