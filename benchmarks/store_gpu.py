@@ -74,12 +74,14 @@ def flashinfer_store(k_cache: Tensor, v_cache: Tensor) -> Store:
     pages = (k_cache.unsqueeze(1), v_cache.unsqueeze(1))
     count = torch.arange(max(TOKENS) + 1, dtype=torch.int32, device=k_cache.device)
     zeros, ones = torch.zeros_like(count), torch.ones_like(count)
-    narrow: dict[int, Tensor] = {}  # it takes int32 slots; the cast is not its own cost
+    narrow: dict[tuple[int, int], Tensor] = {}  # it takes int32 slots; the cast is not its own cost
 
     def store(k: Tensor, v: Tensor, loc: Tensor) -> None:
         n = len(loc)
-        slots = narrow.setdefault(loc.data_ptr(), loc.int())
-        append_paged_kv_cache(k, v, count[:n], zeros[:n], pages, slots, count[: n + 1], ones[:n], "NHD")
+        key = loc.data_ptr(), n
+        if key not in narrow:
+            narrow[key] = loc.int()
+        append_paged_kv_cache(k, v, count[:n], zeros[:n], pages, narrow[key], count[: n + 1], ones[:n], "NHD")
 
     return store
 

@@ -195,7 +195,8 @@ def capture(step: Callable[[], object], device: torch.device) -> Callable[[], ob
     if graph_class is None:
         return step
     module, graph = torch.get_device_module(device), graph_class()
-    with module.device(device), module.graph(graph):
+    # A stream of this device: the default one belongs to the first device that ever captured.
+    with module.device(device), module.graph(graph, stream=module.Stream(device)):
         step()
     replay: Callable[[], object] = graph.replay
     return replay

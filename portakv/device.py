@@ -306,7 +306,9 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device` in its stream's order, without waiting where the device reads pinned memory."""
     if device.type in ("cuda", "xpu"):
-        return host.pin_memory().to(device, non_blocking=True)
+        # Pinned memory of our own: who has pinned `host` already may write to it before the copy has run.
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        return pinned.to(device, non_blocking=True)
     return host.to(device)
 
 
@@ -314,5 +316,9 @@ def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` is recording a graph, when nothing can be read back."""
     if device.type == "meta":  # has no module
         return False
-    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
+    module = torch.get_device_module(device)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is None:
+        return False
+    with module.device(device):
+        return bool(capturing())

@@ -352,11 +352,16 @@ class HybridKVPool:
         """Allocate slots for a host copy and fill them; tokens whose SWA side was gone stay without one.
 
         Returns the full slots. With `slots`, as of a pool that shares them and was loaded first, those are filled and
-        nothing is allocated. Raises `OutOfSlots`, `SlotOwnership`, or `ValueError` for a copy of other formats.
+        nothing is allocated. Raises `OutOfSlots`, `SlotOwnership`, or `ValueError` where formats or scales differ.
         """
-        slots = transfer.slots_for(self.groups, copy, self.allocator, slots)
-        transfer.load_from_host(self.groups, copy, self.plan_write(slots), self._faults)
-        return slots
+        to = transfer.slots_for(self.groups, copy, self.allocator, slots)
+        try:
+            transfer.load_from_host(self.groups, copy, self.plan_write(to), self._faults)
+        except BaseException:
+            if slots is None:
+                self.allocator.free(to)
+            raise
+        return to
 
     def describe(self) -> tuple[transfer.GroupDescription, ...]:
         """Each layer group as a transfer engine needs it: geometry, item bytes, id space, buffers."""

@@ -259,11 +259,13 @@ class ReadPlanner:
             if devices.is_capturing(self._device):
                 # A replay would read the host's buffer again, whatever it holds by then.
                 raise ValueError(f"{away[0]}: expected a tensor on {self._device} while a graph is captured")
-            packed = torch.from_numpy(np.stack([known[name] for name in away])).to(dtype)
+            # What does not fit is more than a table can have, which the kernel cuts and counts.
+            most = torch.iinfo(dtype).max
+            packed = torch.from_numpy(np.stack([known[name] for name in away]).clip(max=most)).to(dtype)
             there |= dict(zip(away, packed if on_cpu else devices.upload(packed, self._device), strict=True))
         for name, x in columns.items():
             if isinstance(x, int):
-                there[name] = torch.full((size,), x, dtype=dtype, device=self._device)
+                there[name] = torch.full((size,), min(x, torch.iinfo(dtype).max), dtype=dtype, device=self._device)
         return [there.get(name) for name in columns]
 
     def _check_columns(self, columns: dict[str, Lengths]) -> int:

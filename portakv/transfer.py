@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
 from portakv.errors import OutOfSlots
+from portakv.formats import FP8_DIALECTS, Layout
 from portakv.groups import LayerGroup
 from portakv.write_loc import KVWriteLoc
 
@@ -21,12 +23,14 @@ class HostCopy:
 
     `live [N]` says which tokens had a live SWA peer. Per layer group, `keys` is `[L, n, H, D]` and `values`
     `[L, n, H, Dv]` of `KVFormat.raw`, with n = N on the full side and the number of live tokens on the SWA side.
+    `scales` is float32 `[2, L, H]`, what K and V of a quantised layer are multiplied with, and `[2, 0, H]` of others.
     """
 
     live: npt.NDArray[np.bool_]
     tags: tuple[tuple[str, str, int], ...]
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +44,8 @@ class GroupDescription:
     Slot ids are those of `side` ("full" or "swa"), `num_slots` of them with the reserved page. Item i of a buffer is
     `k_item_bytes` (`v_item_bytes`) at `i * k_item_bytes` and has the slots from `i * item_slots` on, `item_slots` of
     them. Buffers are (address, bytes), one per layer, contiguous; where K and V lie in one, it is K's, and there is
-    none of V. `tag` is equal where the bytes mean the same.
+    none of V. `tag` is equal where the bytes mean the same, given the same `scales`: (address, bytes) of float32
+    `[2, L, H]`, what K and V of quantised layers are multiplied with, set in place; None where there are none.
     """
 
     side: str
@@ -57,6 +62,7 @@ class GroupDescription:
     tag: str
     k_buffers: tuple[tuple[int, int], ...]
     v_buffers: tuple[tuple[int, int], ...]
+    scales: tuple[int, int] | None
 
 
 def describe(group: LayerGroup) -> GroupDescription:
@@ -77,6 +83,7 @@ def describe(group: LayerGroup) -> GroupDescription:
         fmt.tag,
         spans[0],
         spans[1] if len(spans) > 1 else (),
+        (group.scales.data_ptr(), group.scales[:2].nbytes) if _is_scaled(group) else None,
     )
 
 
@@ -88,15 +95,22 @@ def copy_to_host(
     for group in groups:
         loc = _side(group, locations, live)
         raw, device = group.raw, group.k_caches.device
-        k, v = (
-            torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype, device=device)
+        keys, values = (
+            torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype)
             for dim in (raw.head_dim, raw.v_head_dim)
         )
         gather = group.kernel("gather_kv", raw)
+        # A layer at a time: requests leave when the device's memory is short.
+        apart = not devices.shares_host_memory(device)
+        staged = [torch.empty_like(x[0], device=device) for x in (keys, values)] if apart else None
         for i in range(len(group.layers)):
+            k, v = staged or (keys[i], values[i])
             k_scale, v_scale = group.scales[:2, i]
-            gather(group.k_caches[i], group.v_caches[i], loc, k[i], v[i], k_scale, v_scale, faults, raw)
-        copies.append((k.cpu(), v.cpu()))
+            gather(group.k_caches[i], group.v_caches[i], loc, k, v, k_scale, v_scale, faults, raw)
+            if apart:
+                keys[i].copy_(k)
+                values[i].copy_(v)
+        copies.append((keys, values, _scales(group)))
     return HostCopy(live, _tags(groups), *zip(*copies, strict=True))
 
 
@@ -146,6 +160,11 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
         got = [(x.dtype, tuple(x.shape)) for x in tensors]
         if got != expected:
             raise ValueError(f"copy.{name}: expected tensors of {expected}, got {got}")
+    for group, theirs in zip(groups, copy.scales, strict=True):
+        mine = _scales(group)
+        if not torch.equal(mine, theirs):
+            at = f"of layers {group.layers}"
+            raise ValueError(f"copy.scales: expected those {at}, {mine.tolist()}, got {theirs.tolist()}")
     if slots is not None and len(slots) != len(copy.live):
         raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
 
@@ -160,6 +179,15 @@ def check_pages(copy: HostCopy, page_size: int) -> None:
 
 def _tags(groups: Sequence[LayerGroup]) -> tuple[tuple[str, str, int], ...]:
     return tuple((group.side, group.fmt.tag, len(group.layers)) for group in groups)
+
+
+def _is_scaled(group: LayerGroup) -> bool:
+    """Whether stored numbers mean something only with scales; FlashMLA's pages have theirs among the bytes."""
+    return group.fmt.dtype in FP8_DIALECTS and group.fmt.layout not in (Layout.FLASHMLA, Layout.FLASHMLA_V32)
+
+
+def _scales(group: LayerGroup) -> torch.Tensor:
+    return (group.scales[:2] if _is_scaled(group) else group.scales[:2, :0]).cpu().clone()
 
 
 def _side(group: LayerGroup, locations: KVWriteLoc, live: npt.NDArray[np.bool_]) -> torch.Tensor:

@@ -41,14 +41,19 @@ BENCHMARK_SHARE, COMPILE_SHARE = 0.5, 0.75
 """When the benchmark starts no further size, and when compiling ahead ends, as parts of the budget."""
 
 
+def choose_rows(found: devices.DeviceFacts) -> dict[str, dispatch.Selection]:
+    """The row of each op that has kernels for such a device. Raises `NoKernel` where a GPU would be left with a
+    reference row: Triton is not serving then, and there is nothing to check."""
+    ops = [op for op, columns in TABLE.items() if any(row.name != "reference" for row in columns[found.kind])]
+    return dispatch.select_all(found, strict=found.kind is not devices.DeviceKind.CPU, formats=dict.fromkeys(ops))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         device = devices.resolve(devices.DeviceKind(args.device))
-        # On a GPU a reference row means that Triton is not serving, and then there is nothing to check.
-        strict = not devices.shares_host_memory(device)
-        chosen = dispatch.select_all(devices.facts(device), strict=strict)
+        chosen = choose_rows(devices.facts(device))
     except PortaKVError as e:
         print(f"device_check: {e}", file=sys.stderr)
         return 2

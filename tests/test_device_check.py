@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from portakv import check
+from portakv.device import DeviceFacts, DeviceKind, Package
+from portakv.errors import NoKernel
 from portakv.table import TABLE
 
 ROOT = Path(__file__).parents[1]
@@ -72,12 +74,28 @@ def rehearse(out: Path, table: str) -> tuple[subprocess.CompletedProcess[str], d
     return done, json.loads((out / "device_check.json").read_text())
 
 
+@pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.HIP, DeviceKind.XPU], ids=str)
+def test_a_gpu_that_triton_serves_is_checked(kind: DeviceKind) -> None:
+    """By its Triton rows alone; without Triton there is nothing to check."""
+    check_script = importlib.util.spec_from_file_location("device_check", ROOT / "scripts" / "device_check.py")
+    assert check_script is not None and check_script.loader is not None
+    module = importlib.util.module_from_spec(check_script)
+    check_script.loader.exec_module(module)
+    backends = ("nvidia", "amd", "intel")
+    chosen = module.choose_rows(DeviceFacts(kind, packages={"triton": Package("3.6.0", backends=backends)}))
+    assert {op: selection.row.name for op, selection in chosen.items()} == {
+        op: "triton" for op in TABLE if not op.endswith("_packed")
+    }
+    with pytest.raises(NoKernel):
+        module.choose_rows(DeviceFacts(kind))
+
+
 def test_rehearsal(tmp_path: Path) -> None:
     done, report = rehearse(tmp_path / "made" / "for it", INTERPRETED)
     assert done.returncode == 0, done.stdout
     assert report["seconds"] < 80
-    # GPUs have a reference row only for packed CPU pages.
-    assert report["kernels"] == {op: "reference" if op.endswith("_packed") else "triton" for op in TABLE}
+    # Of packed CPU pages GPUs have reference rows only.
+    assert report["kernels"] == {op: "triton" for op in TABLE if not op.endswith("_packed")}
     rows = {(row["op"], row["row"]): row for row in report["rows"]}
     for op in TABLE:
         if not op.endswith("_packed"):

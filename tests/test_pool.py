@@ -22,6 +22,7 @@ from portakv import (
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
+    transfer,
 )
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS
 from portakv.table import REFERENCE, TABLE, Row
@@ -314,6 +315,46 @@ def test_host_copy_without_room_on_the_swa_side() -> None:
         pool.load_from_host(copy)
     assert (error.value.side, error.value.short) == ("swa", 4)
     assert free == (pool.allocator.available("full"), pool.allocator.available("swa"))
+    pool.check_integrity()
+
+
+def test_a_host_copy_knows_its_scales(device: torch.device) -> None:
+    """The same bytes under another scale are other numbers."""
+    layers, fp8 = [FULL, SWA], torch.float8_e4m3fn
+    pool, other = (HybridKVPool(layers, size=16, swa_size=16, dtype=fp8, device=device) for _ in range(2))
+    pool.set_scales(1, 4.0, torch.tensor([2.0, 0.5]))
+    loc = pool.allocator.alloc(3)
+    copy = pool.copy_to_host(loc)
+    for k_scale, v_scale in ((None, None), (4.0, 2.0), (2.0, torch.tensor([2.0, 0.5]))):
+        other.set_scales(1, k_scale, v_scale)
+        with pytest.raises(ValueError, match=r"copy.scales: expected those of layers \(1,\)"):
+            other.load_from_host(copy)
+        other.check_integrity()
+        assert other.allocator.available() == 16
+    other.set_scales(1, 4.0, torch.tensor([2.0, 0.5]))
+    assert len(other.load_from_host(copy)) == 3
+    floats = HybridKVPool(layers, size=16, swa_size=16, device=device)
+    copy = floats.copy_to_host(floats.allocator.alloc(3))
+    floats.set_scales(0, 4.0)  # of no use to floats, and no hindrance
+    floats.load_from_host(copy)
+    for group, described in zip(pool.groups, pool.describe(), strict=True):
+        assert described.scales == (group.scales.data_ptr(), 2 * len(group.layers) * FULL.num_kv_heads * 4)
+    assert {described.scales for described in floats.describe()} == {None}
+
+
+def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = HybridKVPool([FULL, SWA], size=16, swa_size=16, device=device)
+    copy = pool.copy_to_host(pool.allocator.alloc(3))
+
+    def no_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("of the device")
+
+    monkeypatch.setattr(transfer, "load_from_host", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.load_from_host(copy)
+    assert pool.allocator.available() == 13
     pool.check_integrity()
 
 

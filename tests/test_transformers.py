@@ -574,6 +574,11 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
         refused(pool, ValueError, f"key_states: .*got {got}", lambda x=shapeless: cache.update(x, wrong, 0))
         refused(pool, ValueError, f"value_states: .*got {got}", lambda x=shapeless: cache.update(wrong, x, 0))
     step(cache, 1)
+    # Past the window a forward begins with an eviction, which a refused one must not have made.
+    step(cache, 2 * WINDOW), step(cache, 3)
+    refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
+    refused(pool, TypeError, r"k: expected a dtype", lambda: cache.update(*(torch.zeros(2, 2, 1, 16).long(),) * 2, 0))
+    cache.crop(-1)
 
 
 def test_forward_that_stopped_half_way_is_named_and_can_be_cropped() -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
+from portakv import checks
+from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
 from portakv.errors import OutOfSlots, PortaKVError
 from portakv.layers import check_positive, layers_from_config, require_heads
@@ -200,18 +202,19 @@ class _Batch:
             if not isinstance(x, Tensor) or x.dim() != 4 or not x.shape[0] * x.shape[2]:
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: expected [B, H, q, D] with rows and tokens, got {got}")
-        batch, heads, num_tokens, k_dim = k.shape
-        past, starts = layer.length, layer.length == self.length
-        if starts:
+        batch, heads, num_tokens, _ = k.shape
+        past, starts, pool = layer.length, layer.length == self.length, self.pool
+        k, v = k.detach(), v.detach()
+        rows = (_token_rows(k), _token_rows(v))
+        if starts:  # what the store would refuse, is refused before anything is evicted for it
+            stored, loc = pool._layers[layer.layer_id], torch.empty(len(rows[0]), device=pool.device)
+            checks.check_rows(("k", "v", "write_loc"), stored, loc, *rows, stored.sources, pool.device)
             self._begin(batch, num_tokens)
         elif batch != self.size or past + num_tokens != self.length:
             expected = f"{self.length - past} tokens of {self.size} rows, as this forward's first layer had"
             raise ValueError(f"key_states: expected {expected}, got {num_tokens} of {batch}")
-        if k.requires_grad or v.requires_grad:
-            k, v = k.detach(), v.detach()
-        pool = self.pool
         try:
-            pool.set_kv_buffer(layer.layer_id, self.write, _token_rows(k), _token_rows(v))
+            pool.set_kv_buffer(layer.layer_id, self.write, *rows)
         except BaseException:
             if starts:
                 self._set_layers(past)
@@ -223,8 +226,7 @@ class _Batch:
             return k, v  # all that there is to read, as it was stored
         read = self.reads[layer.window]
         # Heads outermost: what a gather can write token by token and attention can read head by head.
-        k_out = k.new_empty((heads, len(read), k_dim))
-        v_out = v.new_empty((heads, len(read), v.shape[3]))
+        k_out, v_out = (x.new_empty((heads, len(read), x.shape[3])) for x in (k, v))
         pool.gather_kv(layer.layer_id, read, k_out.transpose(0, 1), v_out.transpose(0, 1))
         return _batched(k_out, batch), _batched(v_out, batch)
 
@@ -234,8 +236,8 @@ class _Batch:
             raise ValueError(f"tokens_to_remove: expected {-self.length} to 0, got {tokens_to_remove}")
         least = self.length - min(layer.length for layer in self.layers)
         if -tokens_to_remove < least:
-            got = f"got {-tokens_to_remove}"
-            raise ValueError(f"tokens_to_remove: expected at least the {least} that some layer lacks, {got}")
+            lacking = f"the {least} that some layer lacks"
+            raise ValueError(f"tokens_to_remove: expected at least {lacking}, got {-tokens_to_remove}")
         if self.evicted > _first_visible(length, self.pool.window):
             gone = f"the SWA slots below position {self.evicted} are given back"
             raise ValueError(f"tokens_to_remove: position {length} needs a whole window, but {gone}")
@@ -315,7 +317,7 @@ class _Batch:
     def _plan_read(self, query: int, window: int | None) -> KVWriteLoc:
         """What layers of `window` read when the first new token is at `query`, translated if they need it."""
         slots = self.slots[:, _first_visible(query, window) : self.length].flatten()
-        return KVWriteLoc(slots.to(self.pool.device)) if window is None else self.pool.plan_write(slots)
+        return KVWriteLoc(devices.upload(slots, self.pool.device)) if window is None else self.pool.plan_write(slots)
 
     def _frontier(self, query: int) -> int:
         """Positions below it are in no window of a query at `query` or later, in whole pages."""
