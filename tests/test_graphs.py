@@ -48,13 +48,13 @@ def test_capture_warms_up_before_it_records(monkeypatch: pytest.MonkeyPatch) -> 
     log: list[str] = []
 
     @contextmanager
-    def graph(captured: object):
+    def graph(captured: object, stream: object):
         log.append("begin")
         yield
         log.append("end")
 
     captured = SimpleNamespace(replay=lambda: log.append("replay"))
-    module = SimpleNamespace(CUDAGraph=lambda: captured, graph=graph, device=lambda _: nullcontext())
+    module = SimpleNamespace(CUDAGraph=lambda: captured, graph=graph, device=lambda _: nullcontext(), Stream=str)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     replay = capture(lambda: log.append("step"), CPU)
     replay()
@@ -74,7 +74,8 @@ def test_checked_mode_reads_nothing_back_in_a_capture(monkeypatch: pytest.Monkey
 
     with pytest.raises(SlotFault):
         step()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_current_stream_capturing=lambda: True))
+    module = SimpleNamespace(is_current_stream_capturing=lambda: True, device=lambda _: nullcontext())
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(checks, "host", lambda _: pytest.fail("read slots back"))
     step()
     assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"translate_loc": 2, "store_kv": 2}

@@ -158,10 +158,7 @@ class Launcher:
         return hit[0]
 
     def warm(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
-        """Load `variant` for `device`. A failure is remembered, and each call raises that `NoKernel`.
-
-        Not a failure while a graph is captured, which may refuse to load what loads at any other time.
-        """
+        """Load `variant` for `device`. A failure is remembered: each call raises that `NoKernel`."""
         key = (variant, -1 if device.index is None else device.index)
         found = self._kernels.get(key)
         if found is None:
@@ -171,9 +168,6 @@ class Launcher:
                 reason = f"triton {triton.__version__}", f"{type(e).__name__}: {e}"
                 found = NoKernel(variant.op, str(device), [reason])
                 found.__cause__ = e
-                capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-                if capturing is not None and capturing():
-                    raise found from e
             self._kernels[key] = found
         if isinstance(found, NoKernel):
             raise found.with_traceback(None)
