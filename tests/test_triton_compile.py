@@ -215,6 +215,39 @@ def test_a_failed_compile_is_remembered() -> None:
     assert len(calls) == 1
 
 
+def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may have been recording a graph, or full."""
+    compiled = []
+
+    class Compiled:
+        function, packed_metadata = "function", "packed"
+
+        @property
+        def run(self) -> str:
+            if len(compiled) == 1:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return "run"
+
+    def compile_source(*_: Any) -> Compiled:
+        compiled.append(Compiled())
+        return compiled[-1]
+
+    target = Target.parse("sm_90").triton()
+    active = SimpleNamespace(get_current_target=lambda: target, get_current_stream=None)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "compile_source", compile_source)
+    module = SimpleNamespace(device=lambda _: contextlib.nullcontext(), current_device=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    variant, device = Variant("patch_map"), torch.device("cuda", 0)
+    source = cuda.LAUNCHER.source(variant, 32)
+    launcher = launch.Launcher("cuda", {"patch_map": lambda *_: source}, cuda.TILES)
+    with pytest.raises(NoKernel, match=r"not permitted when stream is capturing; portakv\.warmup\(pool\)"):
+        launcher.warm(variant, device)
+    kernel = launcher.warm(variant, device)
+    assert launcher.warm(variant, device) is kernel
+    assert len(compiled) == 2
+
+
 def test_tensors_elsewhere_are_refused() -> None:
     with pytest.raises(NoKernel, match="expected tensors on a cuda device, got cpu"):
         cuda.patch_map(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))

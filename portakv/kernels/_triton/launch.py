@@ -61,6 +61,10 @@ def compile_source(source: Source, target: GPUTarget) -> Any:
     return triton.compile(ast, target=target, options=options)
 
 
+class NotLoaded(Exception):
+    """A device did not take a compiled kernel, which it may at another time: it was full, or recorded a graph."""
+
+
 class Kernel:
     """A variant that is ready to run on one device. Call it with a grid, the tensors and the int scalars."""
 
@@ -72,7 +76,11 @@ class Kernel:
             compiled = compile_source(source, driver.active.get_current_target())
             self._compiled = compiled
             # Loads the binary, so it comes before `function`. What Triton 3.3 to 3.9 have; elsewhere the ordinary way.
-            self._run = getattr(compiled, "run", None) if hasattr(compiled, "packed_metadata") else None
+            try:
+                self._run = getattr(compiled, "run", None) if hasattr(compiled, "packed_metadata") else None
+            except Exception as e:
+                hint = "portakv.warmup(pool) loads all that a pool needs, before any capture"
+                raise NotLoaded(f"{type(e).__name__}: {e}; {hint}") from e
         self._function, self._metadata = (getattr(compiled, x, None) for x in ("function", "packed_metadata"))
         self._stream = driver.active.get_current_stream
         self._hooks = (None, None, None)  # launch metadata, and what a profiler runs before and after
@@ -158,7 +166,7 @@ class Launcher:
         return hit[0]
 
     def warm(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
-        """Load `variant` for `device`. A failure is remembered: each call raises that `NoKernel`."""
+        """Load `variant` for `device`. What does not compile is remembered: each call raises that `NoKernel`."""
         key = (variant, -1 if device.index is None else device.index)
         found = self._kernels.get(key)
         if found is None:
@@ -167,6 +175,8 @@ class Launcher:
             except Exception as e:
                 reason = f"triton {triton.__version__}", f"{type(e).__name__}: {e}"
                 found = NoKernel(variant.op, str(device), [reason])
+                if isinstance(e, NotLoaded):
+                    raise found from e
                 found.__cause__ = e
             self._kernels[key] = found
         if isinstance(found, NoKernel):
