@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import statistics
 import subprocess
@@ -56,6 +57,13 @@ def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, ro
                 call(i)
             times[name].append((time.perf_counter_ns() - start) / calls / 1000)
     return times
+
+
+def rounds(text: str) -> int:
+    """An argparse type: quartiles need two rounds."""
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"expected at least 2, got {number}")
+    return number
 
 
 def summary(values: list[float]) -> tuple[float, float, float]:

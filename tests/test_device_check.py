@@ -90,6 +90,13 @@ def test_a_gpu_that_triton_serves_is_checked(kind: DeviceKind) -> None:
         module.choose_rows(DeviceFacts(kind))
 
 
+def test_one_round_has_no_quartiles(tmp_path: Path) -> None:
+    """Refused at once, before anything of the device is measured."""
+    done = run(SETUP + "device_check.parse(sys.argv[1:])", *TINY, "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--rounds: expected at least 2, got 1" in done.stderr
+
+
 def test_rehearsal(tmp_path: Path) -> None:
     done, report = rehearse(tmp_path / "made" / "for it", INTERPRETED)
     assert done.returncode == 0, done.stdout
