@@ -1,4 +1,4 @@
-"""What CI checks, as sessions: `nox` has those of `.ci/run`, `nox -l` the rows of the matrix besides."""
+"""What CI checks, as sessions: `nox` for tests, lint, types and hygiene, `nox -l` for the names of all."""
 
 from __future__ import annotations
 

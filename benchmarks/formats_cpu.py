@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import environment, fill, interleave, ratio, summary, used_pool
+from timing import at_least_two, environment, fill, interleave, ratio, summary, used_pool
 
 from portakv import HybridKVPool, LayerSpec, Rope
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--size", type=int, default=1 << 20, help="slots in the MLA pools, about 1 KiB each")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=at_least_two, default=31)
     args = parser.parse_args()
     torch.manual_seed(0)
     result = {"environment": environment(), "stores": measure(args.size, args.rounds)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401 (registers torch_ipex)
 import torch
-from timing import environment, interleave, ratio, summary, used_pool
+from timing import at_least_two, environment, interleave, ratio, summary, used_pool
 
 from portakv import HybridKVPool, LayerSpec
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--size", type=int, default=300_000, help="slots in each of two pools, 4 KiB of K and V each")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=at_least_two, default=31)
     args = parser.parse_args()
     torch.manual_seed(0)
     result = {"environment": environment(), "stores": measure(args.size, args.rounds)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment, interleave, ratio, summary, used_pool
+from timing import at_least_two, environment, interleave, ratio, summary, used_pool
 
 from portakv import LayerSpec
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--size", type=int, default=262_144, help="slots in each of three pools, 4 KiB of K and V each")
     parser.add_argument("--page", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=at_least_two, default=15)
     args = parser.parse_args()
     torch.manual_seed(0)
     vllm = load_vllm()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import environment, interleave, ratio, summary
+from timing import at_least_two, environment, interleave, ratio, summary
 
 from portakv import HybridKVPool, LayerSpec, ReadPlan, Structure
 
@@ -142,7 +142,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=at_least_two, default=31)
     args = parser.parse_args()
     torch.manual_seed(0)
     reads = [row for shape in BATCHES for row in measure(*shape, args.rounds)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from timing import environment, ratio, rounds, summary
+from timing import at_least_two, environment, ratio, summary
 
 from portakv import HybridKVPool, KVWriteLoc, LayerSpec, check
 from portakv import device as devices
@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--slots", type=int, help="slots in each of two pools, 6 KiB of K and V together")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS)
-    parser.add_argument("--rounds", type=rounds, default=21)
+    parser.add_argument("--rounds", type=at_least_two, default=21)
     args = parser.parse_args()
     device = devices.resolve(args.device and devices.DeviceKind(args.device))
     result = measure(device, args.slots or default_slots(device), args.tokens, args.rounds)

@@ -59,8 +59,8 @@ def interleave(candidates: Mapping[str, Callable[[int], object]], calls: int, ro
     return times
 
 
-def rounds(text: str) -> int:
-    """An argparse type: quartiles need two rounds."""
+def at_least_two(text: str) -> int:
+    """An argparse type, for rounds: quartiles need two."""
     if (number := int(text)) < 2:
         raise argparse.ArgumentTypeError(f"expected at least 2, got {number}")
     return number

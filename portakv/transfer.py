@@ -11,7 +11,6 @@ import torch
 
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
-from portakv.errors import OutOfSlots
 from portakv.formats import FP8_DIALECTS, Layout
 from portakv.groups import LayerGroup
 from portakv.write_loc import KVWriteLoc
@@ -34,7 +33,7 @@ class HostCopy:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.keys, *self.values))
+        return sum(x.nbytes for x in (*self.keys, *self.values, *self.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def slots_for(
     slots = allocator.alloc(len(copy.live), swa_tail=0)
     try:
         allocator.restore_swa(slots[torch.from_numpy(copy.live)])
-    except OutOfSlots:
+    except BaseException:
         allocator.free(slots)
         raise
     return slots
@@ -156,12 +155,13 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
     raws = [(group.raw, (len(group.layers), rows[group.side], group.raw.num_kv_heads)) for group in groups]
     keys = [(raw.dtype, (*shape, raw.head_dim)) for raw, shape in raws]
     values = [(raw.dtype, (*shape, raw.v_head_dim)) for raw, shape in raws]
-    for name, tensors, expected in (("keys", copy.keys, keys), ("values", copy.values, values)):
-        got = [(x.dtype, tuple(x.shape)) for x in tensors]
+    scales = [_scales(group) for group in groups]
+    described = [(x.dtype, tuple(x.shape)) for x in scales]
+    for name, expected in (("keys", keys), ("values", values), ("scales", described)):
+        got = [(x.dtype, tuple(x.shape)) for x in getattr(copy, name)]
         if got != expected:
             raise ValueError(f"copy.{name}: expected tensors of {expected}, got {got}")
-    for group, theirs in zip(groups, copy.scales, strict=True):
-        mine = _scales(group)
+    for group, mine, theirs in zip(groups, scales, copy.scales, strict=True):
         if not torch.equal(mine, theirs):
             at = f"of layers {group.layers}"
             raise ValueError(f"copy.scales: expected those {at}, {mine.tolist()}, got {theirs.tolist()}")
@@ -187,7 +187,7 @@ def _is_scaled(group: LayerGroup) -> bool:
 
 
 def _scales(group: LayerGroup) -> torch.Tensor:
-    return (group.scales[:2] if _is_scaled(group) else group.scales[:2, :0]).cpu().clone()
+    return (group.scales[:2] if _is_scaled(group) else group.scales[:2, :0]).to("cpu", copy=True)
 
 
 def _side(group: LayerGroup, locations: KVWriteLoc, live: npt.NDArray[np.bool_]) -> torch.Tensor:

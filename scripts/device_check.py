@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import store_gpu  # noqa: E402
 import torch  # noqa: E402
-from timing import rounds  # noqa: E402
+from timing import at_least_two  # noqa: E402
 
 from portakv import PortaKVError, check, dispatch, testing  # noqa: E402
 from portakv import device as devices  # noqa: E402
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=200, help="seconds; the suite is cut to fit")
     parser.add_argument("--slots", type=int, help="slots in each pool of the benchmark")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=store_gpu.TOKENS)
-    parser.add_argument("--rounds", type=rounds, default=21)
+    parser.add_argument("--rounds", type=at_least_two, default=21)
     return parser.parse_args(argv)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -331,8 +332,12 @@ def test_a_host_copy_knows_its_scales(device: torch.device) -> None:
             other.load_from_host(copy)
         other.check_integrity()
         assert other.allocator.available() == 16
+    for wrong in ((), copy.scales[:1], tuple(x[:1] for x in copy.scales), tuple(x.double() for x in copy.scales)):
+        with pytest.raises(ValueError, match=r"copy.scales: expected tensors of "):
+            other.load_from_host(dataclasses.replace(copy, scales=wrong))
     other.set_scales(1, 4.0, torch.tensor([2.0, 0.5]))
     assert len(other.load_from_host(copy)) == 3
+    assert copy.nbytes == sum(x.nbytes for x in (*copy.keys, *copy.values, *copy.scales))
     floats = HybridKVPool(layers, size=16, swa_size=16, device=device)
     copy = floats.copy_to_host(floats.allocator.alloc(3))
     floats.set_scales(0, 4.0)  # of no use to floats, and no hindrance
@@ -342,8 +347,9 @@ def test_a_host_copy_knows_its_scales(device: torch.device) -> None:
     assert {described.scales for described in floats.describe()} == {None}
 
 
+@pytest.mark.parametrize("at", ["restore_swa", "plan_write", "load_from_host"])
 def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    at: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = HybridKVPool([FULL, SWA], size=16, swa_size=16, device=device)
     copy = pool.copy_to_host(pool.allocator.alloc(3))
@@ -351,11 +357,29 @@ def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
     def no_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("of the device")
 
-    monkeypatch.setattr(transfer, "load_from_host", no_memory)
+    monkeypatch.setattr(
+        {"restore_swa": pool.allocator, "plan_write": pool, "load_from_host": transfer}[at], at, no_memory
+    )
     with pytest.raises(torch.OutOfMemoryError):
         pool.load_from_host(copy)
-    assert pool.allocator.available() == 13
+    assert pool.allocator.available("full") == pool.allocator.available("swa") == 13
     pool.check_integrity()
+
+
+def test_a_host_copy_through_one_layer_of_a_devices_memory(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a device apart, with memory for a layer at a time: here it is the host's."""
+    pool = HybridKVPool([FULL, SWA, FULL, SWA], size=16, swa_size=16, dtype=torch.float8_e5m2, device=device)
+    loc = pool.allocator.alloc(5)
+    for layer_id in range(4):
+        pool.set_kv_buffer(layer_id, pool.plan_write(loc), *(x.to(device) for x in rows_for(FULL, 5)))
+    want = pool.copy_to_host(loc)
+    monkeypatch.setattr(transfer.devices, "shares_host_memory", lambda _: False)
+    got = pool.copy_to_host(loc)
+    for mine, theirs in zip((*got.keys, *got.values), (*want.keys, *want.values), strict=True):
+        assert mine.view(torch.uint8).any()
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_scales(device: torch.device) -> None:

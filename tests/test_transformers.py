@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from portakv import HybridKVPool, LayerSpec, OutOfSlots, PortaKVError
-from portakv.integrations import transformers as integration
+from portakv.integrations import dropped
 from portakv.integrations.transformers import PortaKVCache
 
 WINDOW = 8
@@ -573,6 +573,8 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
     for shapeless, got in ((None, "NoneType"), (wrong[0], r"\(3, 1, 16\)"), (wrong[:, :, :0], r"\(2, 3, 0, 16\)")):
         refused(pool, ValueError, f"key_states: .*got {got}", lambda x=shapeless: cache.update(x, wrong, 0))
         refused(pool, ValueError, f"value_states: .*got {got}", lambda x=shapeless: cache.update(wrong, x, 0))
+    k, v = torch.zeros(2, 2, 3, 16), torch.zeros(3, 2, 2, 8)  # as many rows of tokens, of other sequences
+    refused(pool, ValueError, r"value_states: expected .*\(2, 3\), got \(3, 2\)", lambda: cache.update(k, v, 0))
     step(cache, 1)
     # Past the window a forward begins with an eviction, which a refused one must not have made.
     step(cache, 2 * WINDOW), step(cache, 3)
@@ -587,7 +589,12 @@ def test_forward_that_stopped_half_way_is_named_and_can_be_cropped() -> None:
     step(cache, 6), step(other, 6)
     k, v = torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)
     cache.update(k, v, 0)
-    refused(pool, ValueError, "expected 1 tokens of 2 rows", lambda: cache.update(k.expand(2, 2, 3, 16), k, 1))
+    refused(
+        pool,
+        ValueError,
+        "expected 1 tokens of 2 rows",
+        lambda: cache.update(k.expand(2, 2, 3, 16), v.expand(2, 2, 3, 8), 1),
+    )
     refused(pool, PortaKVError, r"layers \[1, 2, 3\] did not write", lambda: cache.update(k, v, 0))
     refused(pool, PortaKVError, "did not write", lambda: cache.reorder_cache(torch.tensor([1, 0])))
     refused(pool, ValueError, "at least the 1 that some layer lacks", lambda: cache.crop(0))
@@ -645,4 +652,4 @@ def test_gradients_stop_at_the_cache() -> None:
         k = torch.ones(2, spec.num_kv_heads, 1, spec.head_dim, requires_grad=True)
         v = torch.ones(2, spec.num_kv_heads, 1, spec.v_dim, requires_grad=True)
         assert not any(x.requires_grad for x in cache.update(k, v, layer))
-    assert not integration._orphans
+    assert not dropped._orphans

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from portakv import checks
 from portakv import device as devices
-from portakv.allocator import HybridSlotAllocator
 from portakv.errors import OutOfSlots, PortaKVError
+from portakv.integrations import dropped
 from portakv.layers import check_positive, layers_from_config, require_heads
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc
@@ -57,7 +55,7 @@ class PortaKVCache(Cache):
             ]
         )
         # The layers know the batch, not the cache: no cycle delays the return of a dropped cache's slots.
-        weakref.finalize(self, _release_dropped, self._batch).atexit = False
+        weakref.finalize(self, dropped.release, self._batch).atexit = False
 
     @classmethod
     def for_model(
@@ -202,13 +200,18 @@ class _Batch:
             if not isinstance(x, Tensor) or x.dim() != 4 or not x.shape[0] * x.shape[2]:
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: expected [B, H, q, D] with rows and tokens, got {got}")
+        if k.shape[::2] != v.shape[::2]:
+            expected = f"the rows and tokens of key_states, {tuple(k.shape[::2])}"
+            raise ValueError(f"value_states: expected {expected}, got {tuple(v.shape[::2])}")
         batch, heads, num_tokens, _ = k.shape
         past, starts, pool = layer.length, layer.length == self.length, self.pool
-        k, v = k.detach(), v.detach()
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
         rows = (_token_rows(k), _token_rows(v))
-        if starts:  # what the store would refuse, is refused before anything is evicted for it
-            stored, loc = pool._layers[layer.layer_id], torch.empty(len(rows[0]), device=pool.device)
-            checks.check_rows(("k", "v", "write_loc"), stored, loc, *rows, stored.sources, pool.device)
+        if starts:
+            # What the store would refuse is refused before anything is evicted for it; there are no slots yet.
+            stored = pool._layers[layer.layer_id]
+            checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, pool.device)
             self._begin(batch, num_tokens)
         elif batch != self.size or past + num_tokens != self.length:
             expected = f"{self.length - past} tokens of {self.size} rows, as this forward's first layer had"
@@ -292,7 +295,7 @@ class _Batch:
         past, length = self.length, self.length + num_tokens
         if past and batch != self.size:
             raise ValueError(f"key_states: expected the cache's {self.size} rows, got {batch}")
-        _free_orphans(self.allocator)
+        dropped.free_orphans(self.allocator)
         frontier = self._frontier(past)
         self._require_room(batch, length, batch * (frontier - self.evicted))
         if frontier > self.evicted:
@@ -371,31 +374,3 @@ def _token_rows(x: Tensor) -> Tensor:
 def _batched(x: Tensor, batch: int) -> Tensor:
     """`[H, B * S, D]` as `[B, H, S, D]`, a view."""
     return x.view(x.shape[0], batch, -1, x.shape[2]).transpose(0, 1)
-
-
-_orphans: weakref.WeakKeyDictionary[HybridSlotAllocator, list[Tensor]] = weakref.WeakKeyDictionary()
-"""Slots of dropped caches that could not be freed on the spot."""
-
-
-def _release_dropped(batch: _Batch) -> None:
-    """Free the slots of a dropped cache.
-
-    The garbage collector drops caches at any time and in any thread: also inside a call of the allocator,
-    which must not be entered twice. Those slots are freed at the start of the next forward on the same pool.
-    """
-    if threading.get_ident() == batch.thread and not _inside_allocator():
-        batch.release()
-    else:
-        _orphans.setdefault(batch.allocator, []).append(batch.slots[:, : batch.length].flatten())
-
-
-def _inside_allocator() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != HybridSlotAllocator.__module__:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _free_orphans(allocator: HybridSlotAllocator) -> None:
-    for slots in _orphans.pop(allocator, ()):
-        allocator.free(slots)

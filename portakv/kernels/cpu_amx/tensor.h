@@ -40,10 +40,10 @@ enum class Reader { exchange, shim, attributes };
 // For tests: read tensors so from now on. Returns whether this torch can.
 bool use_reader(Reader reader);
 
-// Raise TypeError or ValueError "{name}: expected {expected}, got {got}".
 // The name of an object's type; not `tp_name`, which the limited API keeps to itself.
 std::string class_name(nanobind::handle object);
 
+// Raise TypeError or ValueError "{name}: expected {expected}, got {got}".
 [[noreturn]] void refuse_type(const char* name, const char* expected, const char* got);
 [[noreturn]] void refuse_value(const char* name, const char* expected, const char* got);
 
