@@ -81,6 +81,22 @@ def test_checked_mode_reads_nothing_back_in_a_capture(monkeypatch: pytest.Monkey
     assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"translate_loc": 2, "store_kv": 2}
 
 
+def test_it_is_the_devices_own_capture_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are asked for the current device, whichever it is: here device 1 records a graph, and 0 is current."""
+    current = [0]
+
+    @contextmanager
+    def guard(device: torch.device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    module = SimpleNamespace(is_current_stream_capturing=lambda: current[-1] == 1, device=guard)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert devices.is_capturing(torch.device("cuda", 1))
+    assert not devices.is_capturing(torch.device("cuda", 0))
+
+
 def test_the_mapping_is_not_edited_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would edit it once more; refused, the allocator is as it was."""
     launched = []

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch
+from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch, read_plan
 from portakv import device as devices
 from portakv.check import capture
 from portakv.formats import SLOT_OPS, KVFormat
@@ -728,6 +728,19 @@ def test_integers_on_the_host_may_be_of_either_width(device, kernels, dtypes):
     rows, seq, query, extra = (x.to(dtype) for x, dtype in zip(columns, dtypes, strict=True))
     plan = world.pool.plan_read(world.table.to(dtypes[0]), rows, seq, query, extra_lens=extra, consumer="flashinfer")
     assert compare(world, plan, queries.tolist()) <= TOLERANCE
+
+
+def test_lengths_of_the_host_do_not_wrap_around_beside_narrow_ones(monkeypatch):
+    """2**32 + 3 is past any table, and is cut and counted there; it is not 3."""
+    pool, sent = HybridKVPool([LayerSpec(None, 1, 8)], size=16, device="meta"), []
+    upload = read_plan.devices.upload
+    monkeypatch.setattr(read_plan.devices, "upload", lambda host, device: sent.append(host) or upload(host, device))
+    table, rows = (
+        torch.zeros((2, 8), dtype=torch.int64, device="meta"),
+        torch.zeros(2, dtype=torch.int32, device="meta"),
+    )
+    pool.plan_read(table, rows, torch.tensor([2**32 + 3, 5]), query_lens=rows)
+    assert [x.tolist() for x in sent] == [[[2**31 - 1, 5]]]
 
 
 def test_lengths_on_the_host_are_real_whatever_traces(device, kernels):
