@@ -105,7 +105,16 @@ TILES = [
     KVFormat(3, 48, 80, BF16, 32, Layout.CPU_VEC),
     KVFormat(2, 80, 96, torch.float8_e4m3fn, 64, Layout.CPU_VEC),
     KVFormat(3, 48, 80, torch.float8_e5m2fnuz, 96, Layout.CPU_VEC),  # its tiles are half a line wide
+    KVFormat(2, 48, 80, BF16, 64, Layout.CPU_VEC),  # two lines
+    KVFormat(1, 144, 48, torch.float32, 128, Layout.CPU_VEC),  # and four
 ]
+
+
+def aligned(x: torch.Tensor, to: int) -> torch.Tensor:
+    """A copy whose address is a multiple of `to` and of no larger power of two."""
+    memory = torch.empty(x.nbytes + 2 * to, dtype=torch.uint8)
+    start = (to - memory.data_ptr()) % (2 * to)
+    return memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -115,15 +124,16 @@ def test_tiles_whole_and_partial_in_any_order(fmt: KVFormat, threads: int, isa: 
     torch.manual_seed(threads)
     page, heads, dims = fmt.page_size, fmt.num_kv_heads, (fmt.head_dim, fmt.v_head_dim)
     whole, partial = page + torch.randperm(page), 2 * page + torch.randint(0, page, (page,))
-    single, skipped = [3 * page + 5, 4 * page, 5 * page - 1], [-1, 0, page - 1, 5 * page, 2**31 - 1]
-    loc = torch.cat([whole, partial, torch.tensor(single + skipped)])
+    half, single = 5 * page + torch.arange(page // 2 + 1), [3 * page + 5, 4 * page, 5 * page - 1]
+    skipped = [-1, 0, page - 1, 6 * page, 2**31 - 1]
+    loc = torch.cat([whole, partial, half, torch.tensor(single + skipped)])
     loc = loc[torch.randperm(len(loc))].to(torch.int32 if threads == 1 else torch.int64)
     kept = torch.tensor(sorted({int(slot): t for t, slot in enumerate(loc)}.values()))
     before = torch.get_num_threads()
     for dtype in (fmt.dtype, torch.float32):
         k, v = (random_rows((len(loc), heads, dim), dtype) for dim in dims)
-        want = [random_rows((5, heads, page, dim), fmt.dtype) for dim in dims]
-        got, inv = [cache.clone() for cache in want], torch.rand(heads) + 0.5
+        want = [random_rows((6, heads, page, dim), fmt.dtype) for dim in dims]
+        got, inv = [aligned(cache, 64 if threads == 1 else 4) for cache in want], torch.rand(heads) + 0.5
         faults, counted = torch.zeros(2, len(FAULT_KINDS), dtype=torch.int64)
         reference_packed.store_kv_packed(k[kept], v[kept], *want, loc[kept], inv, inv, faults, fmt)
         torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ Layout read_layout(nb::handle fmt) {
     return layout.is(amx_) ? Layout::amx : Layout::vec;
 }
 
-constexpr int64_t kPage = 32, kLine = 64;
+constexpr int64_t kPage = 32;
 
 // Source of both: vLLM's CPU attention, csrc/cpu/cpu_attn_{amx,vec}.hpp. AMX multiplies pairs: K has them along the
 // head dim and V along the tokens.
@@ -32,10 +32,10 @@ Packing packing_of(Layout layout, bool is_v, int64_t page, int64_t dim, int64_t 
     return {item, is_v ? 1 : page, dim};
 }
 
-// Slots whose tokens fill the lines of K that they share: a power of two.
-int64_t tile_of(Layout layout, int64_t page, int64_t item) {
-    int64_t tile = layout == Layout::amx ? 16 : kLine / item;
-    return page % tile ? kPage : tile;
+// Slots that are served together: their tokens fill the lines of K that they share and, in `vec`, the next ones.
+int64_t tile_of(Layout layout, int64_t page) {
+    if (layout == Layout::amx) return 16;
+    return page % 64 ? kPage : 64;
 }
 
 struct PackedView {
@@ -142,7 +142,7 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
     int64_t* fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     int64_t page = caches[0].view.rows.page, item = dtype_bytes(cache_views[0].dtype);
-    job.tile = tile_of(layout, page, item);
+    job.tile = tile_of(layout, page);
     Cut cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, scatter);
     if (cuts.over) __atomic_fetch_add(fault, cuts.over, __ATOMIC_RELAXED);
     job.picks = cuts.picks.data();
