@@ -19,7 +19,6 @@ struct Plan {
     int64_t n;
     int64_t src_step;
     int64_t dst_step;
-    int64_t row_bytes;  // on the side that slots point into
     int64_t ahead;
 };
 
@@ -31,8 +30,7 @@ Plan plan(const Half& half) {
     bool dst_dense = half.heads == 1 || dst.head_stride == dst_run;
     bool one_scale = true;
     for (int64_t h = 1; half.scale && h < half.heads; ++h) one_scale &= half.scale[h * half.scale_stride] == *half.scale;
-    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0, 0};
-    p.row_bytes = half.heads * (W == Way::store ? dst_run : src_run);
+    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0};
     if (W == Way::store) p.ahead = ahead_of(src, half.heads * src_run);
     if (src.dtype != dst.dtype) {
         p.run = converter(src.dtype, dst.dtype);
@@ -62,10 +60,9 @@ struct Halves : Source {
     static constexpr bool kRotated = std::is_same<Source, Rotated>::value;
     const RowJob& job;
     const Plan plans[2];
-    const bool joined;  // V's rows lie in K's, as MLA's do
 
     Halves(const RowJob& j, int thread)
-        : Source(j, thread), job(j), plans{plan<W>(half_of(0)), plan<W>(half_of(1))}, joined(are_joined(rows(0), rows(1))) {}
+        : Source(j, thread), job(j), plans{plan<W>(half_of(0)), plan<W>(half_of(1))} {}
 
     static bool alike(const RowJob& j) {
         int64_t k = j.half[0].dim, v = j.half[1].dim;
@@ -74,11 +71,6 @@ struct Halves : Source {
     const Half& half_of(int h) const {
         if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
         return job.half[h];
-    }
-    const Rows& rows(int h) const { return W == Way::store ? job.half[h].dst : job.half[h].src; }
-    static bool are_joined(const Rows& k, const Rows& v) { return k.data < v.data && v.data < k.data + k.row_stride; }
-    void touch_slot(int64_t slot, int h) const {
-        if (h == 0 || !joined) touch(row_at(rows(h), slot), plans[h].row_bytes);
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;

@@ -194,7 +194,7 @@ void put_pairs(const PackedJob& job, const Packed& p, uint64_t present, char* co
         const int64_t at = from + done * 2;
         if (ahead && done % 32 == 0)
             for (int64_t i = 0; i < job.tile; ++i)
-                if (present >> i & 1) __builtin_prefetch(rows[i] + at + ahead);
+                if (present >> i & 1) ask_for(rows[i] + at + ahead);
         for (int64_t i = 0; i < job.tile; i += 2, line += kLine) {
             const uint64_t some = present >> i & 3;
             if (some == 3 && past_cache)
@@ -253,7 +253,7 @@ void store_rows(const Packed& p, const Tile& tile, int h, int64_t head) {
 inline void touch_token(const Packed& p, const char* own) {
     int64_t step = p.packing.width * p.packing.unit, per_line = step < kLine ? kLine / step : 1;
     for (int64_t b = 0; b < p.units; b += p.packing.block, own += block_stride(p.cache, p.packing))
-        for (int64_t u = 0; u < p.packing.block; u += per_line) __builtin_prefetch(own + u * step, 1);
+        for (int64_t u = 0; u < p.packing.block; u += per_line) ask_for(own + u * step);
 }
 
 // Ask for the lines that a tile's tokens fill in part.

@@ -44,14 +44,7 @@ Share share(int64_t tokens, int halves, bool alike, int i, int threads) {
     return {0, tokens, uint32_t(i / 2), uint32_t(threads / 2), i % 2, i % 2 + 1};
 }
 
-constexpr int kAhead = 4;
 constexpr int64_t kAheadBytes = 4096;
-
-// Ask for one line per page of a row that comes up in `kAhead` tokens: rows are scattered, and this took a third off
-// a store of 64 or 512 rows of 2 KiB (distances of 2, 4 and 8 were alike).
-inline void touch(const char* row, int64_t bytes) {
-    for (int64_t o = 0; o < bytes; o += 4096) __builtin_prefetch(row + o);
-}
 
 // How far ahead a conversion asks for its source, whose rows have `bytes`: 4 KiB of rows, one at least. By itself it
 // keeps too few loads under way.
@@ -60,8 +53,8 @@ inline int64_t ahead_of(const Rows& src, int64_t bytes) {
     return (rows > 0 ? rows : 1) * src.row_stride;
 }
 
-// `Work` says how a half of a row is done, `row(token, slot, half)`, what to ask for ahead of it, and which tokens it
-// `takes`; and whether its halves are `alike`, as much work each.
+// `Work` says how a half of a row is done, `row(token, slot, half)`, and which tokens it `takes`; and whether its halves
+// are `alike`, as much work each.
 template <Way W, class Work>
 void do_share(const RowJob& job, const Share& s, int thread) {
     constexpr int kBatch = 256;
@@ -81,12 +74,8 @@ void do_share(const RowJob& job, const Share& s, int thread) {
             picks[n] = {t, slot};
             n += mine & inside & takes;
         }
-        for (int i = 0; i < n; ++i) {
-            for (int h = s.first; h < s.last; ++h) {
-                if (i + kAhead < n) work.touch_slot(picks[i + kAhead].slot, h);
-                work.row(picks[i].token, picks[i].slot, h);
-            }
-        }
+        for (int i = 0; i < n; ++i)
+            for (int h = s.first; h < s.last; ++h) work.row(picks[i].token, picks[i].slot, h);
     }
     if (W == Way::store) end_stream();
     if (over) __atomic_fetch_add(job.fault, over, __ATOMIC_RELAXED);
