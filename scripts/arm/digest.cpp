@@ -19,10 +19,16 @@ constexpr struct {
 } kFormats[] = {{DType::f32, 4},    {DType::f16, 2},      {DType::bf16, 2}, {DType::e4m3fn, 1},
                 {DType::e4m3fnuz, 1}, {DType::e5m2, 1}, {DType::e5m2fnuz, 1}};
 
+struct alignas(64) Line {
+    char bytes[64];
+};
+
 // FNV-1a.
-uint64_t digest(const std::vector<char>& bytes) {
+template <class T>
+uint64_t digest(const std::vector<T>& data) {
     uint64_t hash = 14695981039346656037ull;
-    for (unsigned char b : bytes) hash = (hash ^ b) * 1099511628211ull;
+    auto* bytes = reinterpret_cast<const unsigned char*>(data.data());
+    for (size_t i = 0; i < data.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 1099511628211ull;
     return hash;
 }
 
@@ -90,36 +96,40 @@ void run_rope(int src, int64_t block, int64_t angles, bool pairs) {
     std::printf(" %016llx %lld\n", (unsigned long long)digest(back), (long long)faults);
 }
 
-// Packed pages, in every unit and width that there is: tiles whole, with gaps and all but empty, whose slots are in some
-// order.
-void run_packed(int src, int dst, int64_t page, Packing k, Packing v) {
-    constexpr int64_t kPages = 4;
+// Packed pages, in every unit and width that there is, `shift` bytes after the beginning of a line: tiles whole, with
+// whole and half lines, with gaps and all but empty, whose slots are in some order.
+void run_packed(int src, int dst, int64_t page, Packing k, Packing v, int64_t shift) {
+    constexpr int64_t kPages = 8;
     auto [src_type, src_bytes] = kFormats[src];
     auto [dst_type, dst_bytes] = kFormats[dst];
     std::vector<char> x(kPages * page * kRow * src_bytes), back(x.size(), 0);
-    std::vector<char> caches[2] = {std::vector<char>(kPages * page * kRow * dst_bytes), {}};
-    caches[1] = caches[0];
+    std::vector<Line> caches[2];
+    for (auto& cache : caches) cache.resize(kPages * page * kRow * dst_bytes / sizeof(Line) + 1);
     for (size_t i = 0; i < x.size(); ++i) x[i] = char(i * 2654435761u >> 13);
-    int64_t tile = k.width == 16 ? 16 : 64 / dst_bytes;
-    if (page % tile) tile = 32;
+    int64_t tile = k.width == 16 ? 16 : page % 64 ? 32 : 64;
     std::vector<Pick> picks;
     std::vector<int64_t> starts;
     for (int64_t slot = page; slot < kPages * page; slot += tile) {
-        constexpr int64_t kEvery[] = {1, 2, 5, 13};
+        constexpr struct {
+            int64_t every, eighths;
+        } kKinds[] = {{1, 8}, {1, 4}, {1, 5}, {1, 6}, {2, 8}, {5, 8}, {13, 8}};
+        auto [every, eighths] = kKinds[slot / tile % 7];
+        int64_t n = tile * eighths / 8;
         starts.push_back(int64_t(picks.size()));
-        for (int64_t i = 0; i < tile; i += kEvery[slot / tile % 4]) picks.push_back({slot + i * 5 % tile, int64_t(picks.size())});
+        for (int64_t i = 0; i < n; i += every) picks.push_back({slot + i * 7 % n, int64_t(picks.size())});
     }
     starts.push_back(int64_t(picks.size()));
-    PackedJob job{picks.data(), starts.data(), int64_t(starts.size()) - 1, tile, {}, {k, v}, 2};
+    PackedJob job{picks.data(), starts.data(), int64_t(starts.size()) - 1, tile, {}, {k, v}, shift != 0, 2};
     const float scales[kHeads] = {0.37f, 1.0f};
     Rows plain = rows(x, src_type, src_bytes), out = rows(back, src_type, src_bytes);
     for (int h = 0; h < 2; ++h) {
-        Rows pages{caches[h].data(), 0, page * kDim * dst_bytes, page, kHeads * page * kDim * dst_bytes, dst_type};
+        char* data = reinterpret_cast<char*>(caches[h].data()) + shift;
+        Rows pages{data, 0, page * kDim * dst_bytes, page, kHeads * page * kDim * dst_bytes, dst_type};
         job.half[h] = {plain, pages, kHeads, kDim, dst_bytes == 1 ? scales : nullptr, 1};
     }
     kernels_generic.store_packed(job);
-    std::printf("packed %d %d %d %016llx %016llx", src, dst, int(k.width), (unsigned long long)digest(caches[0]),
-                (unsigned long long)digest(caches[1]));
+    std::printf("packed %d %d %d %d %016llx %016llx", src, dst, int(k.width), int(shift),
+                (unsigned long long)digest(caches[0]), (unsigned long long)digest(caches[1]));
     for (Half& half : job.half) half = {half.dst, out, kHeads, kDim, half.scale, 1};
     kernels_generic.gather_packed(job);
     std::printf(" %016llx\n", (unsigned long long)digest(back));
@@ -149,12 +159,14 @@ int main() {
     for (int src = 0; src < 3; ++src)
         for (int dst = 0; dst < 7; ++dst)
             for (float scale : {1.0f, 0.37f, 1e30f, 3e-30f}) run(src, dst, scale);
-    for (int src : {0, 2}) run_packed(src, 2, 96, {4, 16, kDim / 2}, {2, 2, 16});
-    for (int src : {0, 3})
-        for (int dst : {0, 2, 3})
-            for (int64_t page : {96, 128})
-                if (src == 0 || src == dst)
-                    run_packed(src, dst, page, {kFormats[dst].bytes, page, kDim}, {kFormats[dst].bytes, 1, kDim});
+    for (int64_t shift : {0, 4}) {
+        for (int src : {0, 2}) run_packed(src, 2, 96, {4, 16, kDim / 2}, {2, 2, 16}, shift);
+        for (int src : {0, 2, 3})
+            for (int dst : {0, 2, 3})
+                for (int64_t page : {64, 96, 128})
+                    if (src == 0 || src == dst)
+                        run_packed(src, dst, page, {kFormats[dst].bytes, page, kDim}, {kFormats[dst].bytes, 1, kDim}, shift);
+    }
     for (int src = 0; src < 3; ++src)
         for (int64_t block : {0, 64, 128})
             for (int64_t angles : {0, 16, 64})
