@@ -12,13 +12,14 @@ import numpy.typing as npt
 import torch
 
 from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
-from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, StaleWriteLoc
+from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnership, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
 from portakv.groups import Layer, LayerGroup
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import WriteLoc, require_location
 
 if TYPE_CHECKING:
+    from portakv.allocator import HybridSlotAllocator
     from portakv.pool import HybridKVPool
 
 
@@ -174,15 +175,26 @@ def check_distinct(name: str, slots: torch.Tensor, page_size: int) -> None:
         raise SlotFault(f"{name}: expected each slot once, got slot {twice[0]} twice")
 
 
-def check_store(
-    layer: Layer, write_loc: WriteLoc, loc: torch.Tensor, page_size: int, mapping: npt.NDArray[np.int64]
-) -> None:
-    """Raise for slots of a store, `loc` those of the layer's side, that are out of range, twice there, or stale."""
+def check_store(layer: Layer, write_loc: WriteLoc, loc: torch.Tensor, allocator: HybridSlotAllocator) -> None:
+    """Raise for slots of a store, `loc` those of the layer's side: out of range, twice there, stale, or free."""
     name = "swa_loc" if layer.on_swa else "loc"
     check_range(name, loc, layer.num_rows)
-    check_distinct(name, loc, page_size)
+    check_distinct(name, loc, allocator.page_size)
     if layer.on_swa:
-        check_fresh(write_loc.loc, loc, mapping)
+        check_fresh(write_loc.loc, loc, allocator.mapping)
+    else:
+        check_owned(name, loc, allocator)
+
+
+def check_owned(name: str, slots: torch.Tensor, allocator: HybridSlotAllocator) -> None:
+    """Raise `SlotOwnership` for a writable slot that is not handed out; to whom it is, nobody keeps."""
+    values = host(slots)
+    free = (values >= allocator.page_size) & ~allocator._is_owned(values)
+    if free.any():
+        at = int(free.argmax())
+        raise SlotOwnership(
+            f"{name}[{at}]: expected a handed-out slot, got {values[at]}: freed already, or never handed out"
+        )
 
 
 def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:

@@ -242,7 +242,8 @@ class HybridKVPool:
         or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page,
         negative slots, and tokens that `rope` has no angle for (these are counted) go nowhere.
 
-        Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, or `ValueError` for a position.
+        Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, `ValueError` for a position, or
+        `SlotOwnership` for a full layer's slot that is free; one that another request has by now cannot be told apart.
         """
         layer = self._layers.get(layer_id) if type(layer_id) is int else None
         if layer is None:
@@ -255,7 +256,7 @@ class HybridKVPool:
             if checking or traced or not layer.store_checks:
                 checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
             if checking:
-                checks.check_store(layer, write_loc, loc, self.page_size, self.allocator.mapping)
+                checks.check_store(layer, write_loc, loc, self.allocator)
             if rope is not None:
                 return store_rotated(layer, rope, loc, k, v, self._faults, traced, self.page_size if checking else None)
             store = layer.traced_store if traced else layer.store

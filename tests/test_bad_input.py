@@ -995,6 +995,18 @@ CHECKED: list[Bad] = [
         r"write_loc\[0\]: slot 16 was translated to",
     ),
     (
+        "a freed slot",
+        lambda w: w.store(0, w.at(0, int(w.held[1]), -1, int(w.freed[1]))),
+        SlotOwnership,
+        r"loc\[3\]: expected a handed-out slot, got 5: freed already, or never handed out",
+    ),
+    (
+        "a slot that was never handed out",
+        lambda w: w.store(0, w.at(ROWS - 1, 0, -1, int(w.held[1]))),
+        SlotOwnership,
+        r"loc\[0\]: expected a handed-out slot, got 35: freed already, or never handed out",
+    ),
+    (
         "a plan past the last row",
         lambda w: w.pool.plan_write(w.slots(8, ROWS)),
         SlotFault,
