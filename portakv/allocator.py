@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from portakv.arguments import shown
 from portakv.arrays import (
     Bools,
     Ints,
@@ -243,8 +244,8 @@ class HybridSlotAllocator:
 
     def available(self, side: str = "full") -> int:
         """Free slots, in whole pages, of side "full" or "swa"."""
-        if side not in ("full", "swa"):
-            raise ValueError(f'side: expected "full" or "swa", got {side!r}')
+        if not isinstance(side, str) or side not in ("full", "swa"):
+            raise ValueError(f'side: expected "full" or "swa", got {shown(side)}')
         return (self._pages.full if side == "full" else self._pages.swa).top * self.page_size
 
     @property
@@ -301,12 +302,14 @@ class HybridSlotAllocator:
 
     def _tail(self, swa_tail: int | None) -> int:
         """How many tokens at the end of a sequence get a peer: none without an SWA side."""
-        tail = sys.maxsize if swa_tail is None else as_int("swa_tail", swa_tail, 0)
+        tail = sys.maxsize if swa_tail is None else min(as_int("swa_tail", swa_tail, 0), sys.maxsize)
         return tail if self.swa_size else 0
 
     def _single(self, slots: IntsLike) -> int:
         """The one slot that can go back in scalars; 0 leaves the call, and any complaint, to arrays."""
-        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64 or slots.shape != (1,):
+        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
+            return 0
+        if slots.dim() != 1 or slots.numel() != 1:
             return 0
         slot = int(slots)
         return slot if self._pages.takes_scalars and 0 < slot <= self.size and self._fill[slot] else 0

@@ -18,12 +18,21 @@ IntsLike = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 """What callers pass: a tensor (one on a device costs a sync), an array of any integer dtype, a sequence."""
 
 
-def as_int(name: str, value: SupportsIndex, least: int) -> int:
-    """`value` as a Python int of at least `least`, else `TypeError` or `ValueError`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if (number := operator.index(value)) < least:
+def as_int(name: str, value: SupportsIndex, least: int, most: int | None = None) -> int:
+    """`value` as a Python int from `least` to `most`, else `TypeError` or `ValueError`.
+
+    Integers of numpy and of 0-d arrays and tensors are taken too, bools and vectors of one are not.
+    """
+    try:
+        number = operator.index(value)
+        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and (value.dim() or value.dtype is torch.bool)):
+            raise TypeError
+    except (RuntimeError, TypeError, ValueError):  # of a tensor on the meta device, of an array of floats
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}: expected at most {most}, got {number}")
     return number
 
 

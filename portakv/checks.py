@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portakv.arguments import require_plain, shown
 from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
 from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnership, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
@@ -46,7 +47,7 @@ def checked_mode(check: bool | None) -> bool:
 
 
 def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
-    if dtype == "fp8":
+    if isinstance(dtype, str) and dtype == "fp8":
         return fp8_dialect(found)
     if isinstance(dtype, torch.dtype) and (dtype in FLOAT_DTYPES or dtype in FP8_DIALECTS):
         return dtype
@@ -79,6 +80,7 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
     if scale is None:
         return torch.ones(1)
     if isinstance(scale, torch.Tensor):
+        require_plain(name, scale)
         good, got = scale.is_floating_point() and not scale.is_meta, f"{scale.dtype} on {scale.device}"
     else:
         good, got = isinstance(scale, (int, float)) and not isinstance(scale, bool), type(scale).__name__
@@ -101,7 +103,7 @@ def no_layer(layer_id: int, layers: Sequence[LayerSpec]) -> ValueError:
         return ValueError(
             f"layer_id: expected a layer that stores its KV, got {layer_id}, which reads layer {producer}'s"
         )
-    return ValueError(f"layer_id: expected 0 to {len(layers) - 1}, got {layer_id!r}")
+    return ValueError(f"layer_id: expected 0 to {len(layers) - 1}, got {shown(layer_id)}")
 
 
 def side_slots(name: str, layer_id: int, layer: Layer, locations: WriteLoc) -> torch.Tensor:
@@ -127,17 +129,21 @@ def check_rows(
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     n = loc.shape[0]
-    if (
-        k.shape == (n, *layer.k_tail)
-        and v.shape == (n, *layer.v_tail)
-        and k.dtype in dtypes
-        and v.dtype is k.dtype
-        and k.device == v.device == loc.device == device
-        and (k.is_contiguous() or k.stride(2) == 1)
-        and (v.is_contiguous() or v.stride(2) == 1)
-    ):
-        return
+    try:
+        if (
+            k.shape == (n, *layer.k_tail)
+            and v.shape == (n, *layer.v_tail)
+            and k.dtype in dtypes
+            and v.dtype is k.dtype
+            and k.device == v.device == loc.device == device
+            and (k.is_contiguous() or k.stride(2) == 1)
+            and (v.is_contiguous() or v.stride(2) == 1)
+        ):
+            return
+    except RuntimeError:  # of a nested tensor, which has no shape
+        pass
     for name, x, tail in ((names[0], k, layer.k_tail), (names[1], v, layer.v_tail)):
+        require_plain(name, x)
         if x.shape != (n, *tail):
             raise ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
         if x.dtype not in dtypes:
@@ -152,7 +158,15 @@ def check_rows(
         raise ValueError(f"{names[2]}: expected slots on {device}, got {loc.device}")
 
 
+def check_outputs(k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """Raise for rows, or heads, that are one memory: `expand` makes such."""
+    for name, x in (("k_out", k_out), ("v_out", v_out)):
+        if 0 in x.stride() and any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name}: expected rows with memory of their own, got strides {x.stride()}")
+
+
 def host(slots: torch.Tensor) -> npt.NDArray[Any]:
+    require_plain("slots", slots)
     array: npt.NDArray[Any] = slots.cpu().numpy()
     return array
 

@@ -77,6 +77,8 @@ def warmup(pool: HybridKVPool) -> None:
 
     A no-op for rows that need no compiling. Raises `NoKernel` for a variant that does not compile.
     """
+    if not hasattr(pool, "groups"):
+        raise TypeError(f"pool: expected a HybridKVPool, got {type(pool).__name__}")
     for group in pool.groups:
         kernels = {**pool._slot_kernels, **group.kernels}
         for variant in list_variants([group.fmt]):

@@ -11,6 +11,10 @@ from portakv.arrays import as_int
 from portakv.formats import INDEX_DTYPES, PAD, Structure
 
 RAGGED, PAGES, ROWS, QUERY_ROWS = Structure
+STRUCTURES = [structure.value for structure in Structure]
+
+MOST = 2**63 - 1
+"""What kernels take for a size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,14 @@ class ReadStyle:
             if not isinstance(getattr(self, name), Structure):
                 raise TypeError(f"{name}: expected a Structure, got {getattr(self, name)!r}")
         for name in ("index_dtype", "write_dtype"):
-            if getattr(self, name) not in INDEX_DTYPES:
+            if not any(getattr(self, name) is dtype for dtype in INDEX_DTYPES):
                 raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {getattr(self, name)!r}")
         for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
             if type(value := getattr(self, name)) is not int or value not in choices:
                 raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {value!r}")
-        as_int("column_multiple", self.column_multiple, 1)
-        as_int("decode_keys_short", self.decode_keys_short, 0)
-        if self.page_divides is not None:
-            as_int("page_divides", self.page_divides, 1)
+        for name, least in (("column_multiple", 1), ("decode_keys_short", 0), ("page_divides", 1)):
+            if (given := getattr(self, name)) is not None or name != "page_divides":
+                object.__setattr__(self, name, as_int(name, given, least, MOST))
 
 
 CONSUMERS: dict[str, ReadStyle] = {
@@ -85,8 +88,10 @@ def read_style(
         consumer = CONSUMERS[consumer]
     if not isinstance(consumer, ReadStyle):
         raise TypeError(f"consumer: expected a name or a ReadStyle, got {consumer!r}")
-    if structure is not None and structure not in [x for one in Structure for x in (one, one.value)]:
-        raise ValueError(f"structure: expected one of {[one.value for one in Structure]}, got {structure!r}")
+    if structure is not None and not (
+        isinstance(structure, Structure) or (isinstance(structure, str) and structure in STRUCTURES)
+    ):
+        raise ValueError(f"structure: expected one of {STRUCTURES}, got {structure!r}")
     changes: dict[str, Any] = {} if structure is None else dict.fromkeys(("full", "window"), Structure(structure))
     changes |= {name: x for name, x in (("index_dtype", index_dtype), ("pad", pad)) if x is not None}
     return replace(consumer, **changes) if changes else consumer

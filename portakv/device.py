@@ -162,7 +162,7 @@ def resolve(device: torch.device | str | DeviceKind | None) -> torch.device:
         device = _TORCH_TYPE[device]
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError) as e:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as e:
         raise ValueError(f"device: expected a torch device or a DeviceKind, got {device!r} ({e})") from None
     kind = kind_of(wanted)
     if kind in (DeviceKind.CPU, DeviceKind.OTHER):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from portakv import kernels as implementations
+from portakv.arguments import require_bool, require_plain
 from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
 from portakv.errors import NoKernel
 from portakv.formats import KVFormat
@@ -99,13 +102,14 @@ def select_all(
     """
     if kernels is not None and not isinstance(kernels, Mapping):
         raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
+    require_bool("strict", strict)
     wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {})
     every = TABLE | HOST_TABLE
     for op, name in wanted.items():
         if op not in every:
             raise ValueError(f"kernels: expected an op of {list(every)}, got {op!r}")
         names = sorted({row.name for rows in every[op].values() for row in rows})
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
     asked = dict.fromkeys(TABLE) if formats is None else formats
     return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op, fmt in asked.items()}
@@ -122,7 +126,23 @@ def load(op: str, selection: Selection) -> Callable[..., None]:
         reasons = "; ".join(f"{row.name}: {why}" for row, why in selection.rejected)
         reasons = reasons or "this device has no other row"
         _warn_once("%s runs on the reference kernel (%s)", op, reasons)
-    return implementations.load(selection.row.target.format(op=op))
+    kernel = implementations.load(selection.row.target.format(op=op))
+    return _of_plain_tensors(kernel) if selection.row.name == "reference" else kernel
+
+
+@functools.cache
+def _of_plain_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, in torch ops, which would meet what they cannot take half way, with tensors that they can."""
+    names = tuple(inspect.signature(kernel).parameters)
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        for name, x in zip(names, args, strict=True):
+            if isinstance(x, torch.Tensor):
+                require_plain(name, x)
+        return kernel(*args)
+
+    return run
 
 
 def explain(device: torch.device | str | DeviceKind | None = None) -> str:

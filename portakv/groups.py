@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,12 @@ class LayerGroup:
         )
 
 
+@functools.cache
+def _one_object(fmt: KVFormat) -> KVFormat:
+    """The first format equal to `fmt`: launchers tell formats apart by identity, and remember each."""
+    return fmt
+
+
 def plan_groups(
     layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int, layout: Layout = Layout.ROWS
 ) -> Plan:
@@ -129,7 +136,7 @@ def plan_groups(
             continue
         side = "swa" if has_swa and spec.window is not None else "full"
         of_layer = Layout.MLA if spec.mla and layout is Layout.ROWS else layout
-        fmt = KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size, of_layer)
+        fmt = _one_object(KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size, of_layer))
         if problem := fmt.problem(spec.mla):
             raise ValueError(f"layout: expected layers that {layout.value!r} can hold, got {problem} in layer {i}")
         groups[side, fmt] = (*groups.get((side, fmt), ()), i)
@@ -254,7 +261,7 @@ def allocate_group(
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
         store_checks=all(selection.row.checks for op, selection in chosen.items() if op.startswith("store_kv")),
-        raw=fmt.raw,
+        raw=_one_object(fmt.raw),
         kernels={op: dispatch.load(op, selection) for op, selection in chosen.items()},
         traced=ops.traced(chosen, fmt.ops),
     )

@@ -12,8 +12,9 @@ from torch.utils import _python_dispatch as modes
 
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
+from portakv.arguments import require_bool
 from portakv.consumers import ReadStyle
-from portakv.formats import FAULT_KINDS, INDEX_DTYPES, SLOT_OPS, Structure
+from portakv.formats import FAULT_KINDS, SLOT_OPS, Structure
 from portakv.groups import Layer, allocate_group, allocate_slots, check_kernels, fit_sizes, name_rows, plan_groups
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
@@ -148,7 +149,7 @@ class HybridKVPool:
         does not fit int32 gives -1 and a fault.
         """
         check_slots("loc", loc)
-        if index_dtype not in INDEX_DTYPES:
+        if index_dtype is not torch.int64 and index_dtype is not torch.int32:
             raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
         loc = to_device(loc, self.device)
         copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
@@ -275,7 +276,7 @@ class HybridKVPool:
         storage dtype is a `TypeError`, as e4m3fn and e4m3fnuz read the same byte as different numbers.
         """
         layer = self._read(layer_id)
-        if dtype is not None and dtype != self.dtype:
+        if dtype is not None and dtype is not self.dtype:
             raise TypeError(f"dtype: expected the pool's {self.dtype}, got {dtype}")
         return layer.fmt.readable(layer.k_cache, layer.v_cache) if is_dynamo_compiling() else layer.readable
 
@@ -295,15 +296,17 @@ class HybridKVPool:
         """
         layer = self._read(layer_id)
         loc = checks.side_slots("locations", layer_id, layer, locations)
-        if dtype is not None and dtype not in layer.sources:
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in layer.sources):
             raise TypeError(f"dtype: expected one of {sorted(map(str, layer.sources))}, got {dtype}")
         made = dtype or layer.fmt.read_dtype
         if k_out is None:
             k_out = torch.zeros((loc.shape[0], *layer.k_tail), dtype=made, device=self.device)
         if v_out is None:
-            v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=getattr(k_out, "dtype", made), device=self.device)
+            made = k_out.dtype if isinstance(k_out, Tensor) and k_out.dtype in layer.sources else made
+            v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=made, device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
         checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
+        checks.check_outputs(k_out, v_out)
         if self._checking():
             checks.check_range("locations", loc, layer.num_rows)
         (layer.traced_gather if ops.tracing() else layer.gather)(
@@ -371,7 +374,7 @@ class HybridKVPool:
     def faults(self, clear: bool = False) -> dict[str, int]:
         """Out-of-range slots that were skipped, and reads that were cut, by op. Waits for the device."""
         counts = dict(zip(FAULT_KINDS, self._faults.tolist(), strict=True))
-        if clear:
+        if require_bool("clear", clear):
             self._faults.zero_()
         return counts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
 from portakv import dispatch
+from portakv.arguments import require_plain, shown
 from portakv.arrays import Ints, as_int, require
-from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
+from portakv.consumers import MOST, PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
 from portakv.errors import SlotFault
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
 from portakv.groups import Layer
@@ -70,7 +72,7 @@ class ReadPlan:
         """The structure that a layer reads; one that aliases another has its own window. Raises `ValueError`."""
         at = self._planner.at.get(layer_id) if type(layer_id) is int else None
         if at is None:
-            raise ValueError(f"layer_id: expected 0 to {len(self._planner.at) - 1}, got {layer_id!r}")
+            raise ValueError(f"layer_id: expected 0 to {len(self._planner.at) - 1}, got {shown(layer_id)}")
         return self.structures[at]
 
 
@@ -166,8 +168,11 @@ class ReadPlanner:
         """The body of `pool.graph_read_plan`."""
         style, formats = self._choose(choice, prefix_only=False)
         self._check_style(style)
-        bounds = (as_int("max_len", max_len, 1), as_int("max_query_len", max_query_len, 1))
-        shapes = _bound(as_int("max_reqs", max_reqs, 1), *bounds, style.column_multiple, formats)
+        given = {"max_reqs": max_reqs, "max_len": max_len, "max_query_len": max_query_len}
+        max_reqs, max_len, max_query_len = (as_int(name, value, 1, MOST) for name, value in given.items())
+        shapes = _bound(max_reqs, max_len, max_query_len, style.column_multiple, formats)
+        if (most := max(map(math.prod, shapes))) > MOST // style.index_dtype.itemsize:
+            raise ValueError(f"{', '.join(given)}: expected a plan that memory can hold, got one of {most} indices")
         plan = self._new_plan(style, formats, shapes, max_reqs)
         for read in plan.structures:
             read.indices.fill_(style.pad)
@@ -226,6 +231,7 @@ class ReadPlanner:
             if isinstance(x, int):
                 known[name] = np.full(size, x)
             elif x is not None and (on_host[name] or check):
+                require_plain(name, x)
                 known[name] = (x if on_host[name] else x.cpu()).numpy().astype(np.int64, copy=False)
         measured, num_rows = None, table.shape[0]
         complete = all(x is None or name in known for name, x in columns.items() if name != "req_rows")
@@ -306,6 +312,8 @@ def _ints(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
+    if x.is_nested:  # and so without a shape
+        require_plain(name, x)
     return x
 
 
@@ -351,6 +359,7 @@ def _bound(size: int, max_len: int, max_query_len: int, column_multiple: int, fo
 
 def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:
     """Raise `SlotFault` for a slot of a sequence that is past the last one."""
+    require_plain("req_to_token", table)
     slots = table[torch.from_numpy(rows).to(table.device), : int(end.max(initial=0))].cpu().numpy()
     over = (slots >= num_slots) & (np.arange(slots.shape[1]) < end[:, None])
     if over.any():

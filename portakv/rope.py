@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from portakv.arguments import require_plain
 from portakv.formats import FLOAT_DTYPES, INDEX_DTYPES
 from portakv.groups import Layer
 
@@ -29,8 +30,7 @@ class Rope:
     def __post_init__(self) -> None:
         table, positions = self.cos_sin_cache, self.positions
         for name, x in (("cos_sin_cache", table), ("positions", positions)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            require_plain(name, x)
         if table.dim() != 2 or not table.numel() or table.shape[1] % 2:
             raise ValueError(
                 f"cos_sin_cache: expected shape [max_position, an even number of dims], got {tuple(table.shape)}"

@@ -11,9 +11,10 @@ import torch
 
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
+from portakv.arguments import require_plain, shown
 from portakv.formats import FP8_DIALECTS, Layout
 from portakv.groups import LayerGroup
-from portakv.write_loc import KVWriteLoc
+from portakv.write_loc import KVWriteLoc, check_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
     `slots`."""
     if not isinstance(copy, HostCopy):
         raise TypeError(f"copy: expected a HostCopy, got {type(copy).__name__}")
+    if not isinstance(copy.tags, tuple) or not all(isinstance(tag, tuple) for tag in copy.tags):
+        raise TypeError(f"copy.tags: expected a tuple of (side, tag, layers), got {shown(copy.tags)}")
     if copy.tags != _tags(groups):
         raise ValueError(f"copy: expected layer groups {_tags(groups)}, got {copy.tags}")
     if not isinstance(copy.live, np.ndarray) or copy.live.dtype != np.bool_ or copy.live.ndim != 1:
@@ -158,14 +161,24 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
     scales = [_scales(group) for group in groups]
     described = [(x.dtype, tuple(x.shape)) for x in scales]
     for name, expected in (("keys", keys), ("values", values), ("scales", described)):
-        got = [(x.dtype, tuple(x.shape)) for x in getattr(copy, name)]
+        given = getattr(copy, name)
+        if not isinstance(given, tuple):
+            raise TypeError(f"copy.{name}: expected a tuple of tensors, got {shown(given)}")
+        for i, x in enumerate(given):
+            require_plain(f"copy.{name}[{i}]", x)
+            if not devices.shares_host_memory(x.device):
+                raise ValueError(f"copy.{name}[{i}]: expected a tensor on the host, got {x.device}")
+        got = [(x.dtype, tuple(x.shape)) for x in given]
         if got != expected:
             raise ValueError(f"copy.{name}: expected tensors of {expected}, got {got}")
     for group, mine, theirs in zip(groups, scales, copy.scales, strict=True):
         if not torch.equal(mine, theirs):
             at = f"of layers {group.layers}"
             raise ValueError(f"copy.scales: expected those {at}, {mine.tolist()}, got {theirs.tolist()}")
-    if slots is not None and len(slots) != len(copy.live):
+    if slots is None:
+        return
+    check_slots("slots", slots)
+    if len(slots) != len(copy.live):
         raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
+from portakv.arguments import require_bool, require_plain, shown
+from portakv.arrays import as_int
 from portakv.formats import INDEX_DTYPES
 
 if TYPE_CHECKING:
@@ -52,6 +55,9 @@ class KVWriteLoc:
     def __getitem__(self, tokens: slice) -> KVWriteLoc:
         if not isinstance(tokens, slice):
             raise TypeError(f"tokens: expected a slice, got {tokens!r}")
+        for bound in (tokens.start, tokens.stop, tokens.step):
+            if bound is not None and not isinstance(bound, (int, torch.SymInt)):
+                as_int("tokens", bound, -sys.maxsize)
         if tokens.step is not None and tokens.step < 1:
             raise ValueError(f"tokens: expected a step of at least 1, got {tokens.step}")
         return KVWriteLoc(self.loc[tokens], None if self.swa_loc is None else self.swa_loc[tokens])
@@ -82,6 +88,7 @@ class GraphWriteLoc:
 
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
     def __init__(self, translate: Translate, max_tokens: int, device: torch.device, int32_twin: bool = False) -> None:
+        require_bool("int32_twin", int32_twin)
         self.loc, self.swa_loc = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
         self.int32: KVWriteLoc | None = None
         if int32_twin:
@@ -133,8 +140,11 @@ def resolve_write_loc(
 
     The result has as many tokens as `loc`. Raises as `pool.plan_write` does, and `TypeError` for another kind of plan.
     """
-    if index_dtype not in INDEX_DTYPES:
+    if index_dtype is not torch.int32 and index_dtype is not torch.int64:
         raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+    if not hasattr(pool, "plan_write"):
+        raise TypeError(f"pool: expected a HybridKVPool, got {shown(pool)}")
+    require_bool("idle", idle)
     if plan is not None:
         require_location("plan", plan, pool.device)
     if loc is not None:
@@ -167,7 +177,8 @@ def check_slots(name: str, slots: torch.Tensor) -> None:
     if not isinstance(slots, torch.Tensor) or slots.dtype not in INDEX_DTYPES:
         got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
-    if slots.dim() != 1:
+    if slots.is_nested or slots.dim() != 1:
+        require_plain(name, slots)
         raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from portakv import (
     DeviceUnavailable,
@@ -21,14 +23,18 @@ from portakv import (
     OutOfSlots,
     PortaKVError,
     ReadPlan,
+    Rope,
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
     Structure,
     dispatch,
+    resolve_write_loc,
+    warmup,
 )
 from portakv import device as devices
 from portakv.formats import SLOT_OPS, KVFormat
+from portakv.transfer import HostCopy
 
 PAGE, SIZE, SWA = 4, 32, 24
 ROWS = SIZE + PAGE
@@ -52,9 +58,9 @@ class World:
     k: torch.Tensor
     v: torch.Tensor
 
-    def store(self, layer: Any = 1, write_loc: Any = None, k: Any = None, v: Any = None) -> None:
+    def store(self, layer: Any = 1, write_loc: Any = None, k: Any = None, v: Any = None, rope: Any = None) -> None:
         given = (self.write_loc if write_loc is None else write_loc, self.k if k is None else k)
-        self.pool.set_kv_buffer(layer, *given, self.v if v is None else v)
+        self.pool.set_kv_buffer(layer, *given, self.v if v is None else v, rope)
 
     def slots(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
@@ -68,6 +74,13 @@ class World:
     def at(self, *values: int) -> KVWriteLoc:
         loc = self.slots(*values).to(self.pool.device)
         return KVWriteLoc(loc, loc)
+
+
+def without_memory(x: torch.Tensor) -> torch.Tensor:
+    """As a tensor is whose storage was freed under it."""
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
 
 
 def rows_here() -> list[str]:
@@ -284,6 +297,29 @@ STORES: list[Bad] = [
 ]
 
 LAYER_IDS: list[Any] = [-1, 3, 10**9, "1", 1.5, None, True, (1,), [1], torch.tensor(1)]
+NO_BOOLS: list[Any] = [None, 1, 0.0, "no", np.bool_(True), np.ones(2), torch.ones(2), torch.tensor(True)]
+NO_DTYPES: list[Any] = ["int32", 4, [torch.int32], np.int32, np.ones(2), np.zeros(2, [("a", int)]), torch.ones(2)]
+NO_INTS: list[Any] = [None, True, 1.0, "1", [1], np.ones(2, int), np.array(1.0), np.array([1]), np.bool_(True)]
+NO_INTS += [torch.tensor(1.0), torch.tensor(True), torch.tensor([1]), torch.ones(2).long()]
+NO_INTS += [torch.tensor(1, device="meta"), torch.ones(2, dtype=torch.int64).to_sparse()]
+
+
+def kind(value: object) -> str:
+    """The start of a test's id."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{type(value).__name__} {(value.dtype, value.layout, value.device, value.shape) if is_tensor else value!r}"
+
+
+def copied(w: World, **changes: Any) -> HostCopy:
+    """A good host copy of four tokens, with other fields."""
+    return dataclasses.replace(w.pool.copy_to_host(w.held[4:8]), **changes)
+
+
+def first(w: World, field: str, change: Callable[[Any], Any]) -> HostCopy:
+    """A host copy whose first tensor of `field` is another."""
+    tensors = getattr(copied(w), field)
+    return copied(w, **{field: (change(tensors[0]), *tensors[1:])})
+
 
 LOCATIONS: list[Bad] = [
     (
@@ -403,6 +439,34 @@ LOCATIONS: list[Bad] = [
         "swa_loc: expected a tensor on cpu, got meta",
     ),
     ("one location", lambda w: w.write_loc[0], TypeError, "tokens: expected a slice, got 0"),
+    *(
+        (f"tokens {part} {kind(x)}", lambda w, at=at, x=x: w.graph[slice(*at(x))], TypeError, "tokens: expected an int")
+        for part, at in (("up to", lambda x: (None, x)), ("from", lambda x: (x, None)), ("by", lambda x: (0, 4, x)))
+        for x in NO_INTS
+        if x is not None and x is not True  # which slices take
+    ),
+    *(
+        (f"{name} {kind(x)}", lambda w, call=call, x=x: call(w, x), TypeError, f"{name}: expected True or False, got")
+        for name, call in (
+            ("int32_twin", lambda w, x: w.pool.graph_write_loc(4, x)),
+            ("idle", lambda w, x: resolve_write_loc(w.pool, w.held, idle=x)),
+            ("clear", lambda w, x: w.pool.faults(x)),
+        )
+        for x in NO_BOOLS
+    ),
+    *(
+        (f"{what} {kind(x)}", lambda w, call=call, x=x: call(w, x), TypeError, "dtype: expected .*, got")
+        for what, call in (
+            ("plan as", lambda w, x: w.pool.plan_write(w.held, x)),
+            ("resolve as", lambda w, x: resolve_write_loc(w.pool, w.held, index_dtype=x)),
+            ("read as", lambda w, x: w.read(index_dtype=x)),
+            ("gather as", lambda w, x: w.pool.gather_kv(1, w.write_loc, dtype=x)),
+            ("buffer as", lambda w, x: w.pool.get_kv_buffer(1, x)),
+        )
+        for x in NO_DTYPES
+    ),
+    ("resolve of no pool", lambda w: resolve_write_loc(3, w.held), TypeError, "pool: expected a HybridKVPool, got 3"),
+    ("warm up of no pool", lambda w: warmup([w.pool]), TypeError, "pool: expected a HybridKVPool, got list"),
     ("tokens backwards", lambda w: w.write_loc[::-1], ValueError, "tokens: expected a step of at least 1, got -1"),
     (
         "a cast of slots elsewhere",
@@ -527,6 +591,57 @@ READS: list[Bad] = [
         TypeError,
         "copy: expected a HostCopy, got None",
     ),
+    *(
+        (
+            f"load {field} {kind(x)}",
+            lambda w, field=field, x=x: w.pool.load_from_host(copied(w, **{field: x})),
+            TypeError,
+            f"copy.{field}: expected a tuple",
+        )
+        for field in ("tags", "keys", "values", "scales")
+        for x in (None, 3, "full", [], {}, np.ones(2), torch.tensor(1.0))
+    ),
+    *(
+        (
+            f"load {field} with {what}",
+            lambda w, field=field, change=change: w.pool.load_from_host(first(w, field, change)),
+            (TypeError, ValueError),
+            rf"copy.{field}\[0\]: expected a",
+        )
+        for field in ("keys", "values", "scales")
+        for what, change in (
+            ("None", lambda x: None),
+            ("a list", lambda x: x.float().tolist()),
+            ("an array", lambda x: x.view(torch.uint8).numpy()),
+            ("a tensor on meta", lambda x: x.to("meta")),
+            ("a tensor without memory", without_memory),
+            ("a functional tensor", torch._to_functional_tensor),
+        )
+    ),
+    (
+        "load into a list",
+        lambda w: w.pool.load_from_host(copied(w), slots=[4, 5, 6, 7]),
+        TypeError,
+        "slots: expected an int32 or int64 tensor, got list",
+    ),
+    (
+        "load into one slot",
+        lambda w: w.pool.load_from_host(copied(w), slots=w.held[0]),
+        ValueError,
+        r"slots: expected 1-D slots, got shape \(\)",
+    ),
+    (
+        "gather into expanded rows",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k, w.v[:1].expand(T, H, DV)),
+        ValueError,
+        "v_out: expected rows with memory of their own, got strides",
+    ),
+    (
+        "gather beside an array",
+        lambda w: w.pool.gather_kv(1, w.write_loc, w.k.cpu().numpy()),
+        TypeError,
+        "k_out: expected a tensor, got ndarray",
+    ),
 ]
 
 SCALES: list[Bad] = (
@@ -591,7 +706,20 @@ SCALES: list[Bad] = (
 SLOTS: list[Bad] = [
     ("alloc of -1", lambda w: w.pool.allocator.alloc(-1), ValueError, "n: expected at least 0, got -1"),
     ("alloc of 1.5", lambda w: w.pool.allocator.alloc(1.5), TypeError, "n: expected an int, got float"),
-    ("alloc of True", lambda w: w.pool.allocator.alloc(True), TypeError, "n: expected an int, got bool"),
+    *(
+        (f"alloc of {kind(x)}", lambda w, x=x: w.pool.allocator.alloc(x), TypeError, "n: expected an int, got")
+        for x in NO_INTS
+    ),
+    *(
+        (f"available {kind(x)}", lambda w, x=x: w.pool.allocator.available(x), ValueError, "side: expected .*, got")
+        for x in ("", "FULL", None, True, 0, ["full"], np.array(["full", "swa"]), np.ones(2), torch.ones(2))
+    ),
+    (
+        "extend with a tail of 2**70",
+        lambda w: w.pool.allocator.alloc_extend([0, 0], [8, 8], [-1, -1], 2**70),
+        OutOfSlots,
+        "swa side: need 16 slots, 12 free",
+    ),
     (
         "alloc with a tail of -1",
         lambda w: w.pool.allocator.alloc(4, swa_tail=-1),
@@ -952,6 +1080,37 @@ READ_PLANS: list[Bad] = [
         "max_reqs: expected at least 1, got 0",
     ),
     ("graph of no tokens", lambda w: w.pool.graph_read_plan(1, 0), ValueError, "max_len: expected at least 1, got 0"),
+    *(
+        (
+            f"graph of {size} {name}",
+            lambda w, size=size, name=name: w.pool.graph_read_plan(**{"max_reqs": 1, "max_len": 16, name: size}),
+            ValueError,
+            f"{name}: expected at most {2**63 - 1}, got {size}",
+        )
+        for name in ("max_reqs", "max_len", "max_query_len")
+        for size in (2**63, 2**64 + 1, 2**200)
+    ),
+    *(
+        (
+            f"graph of {reqs} x {length} for {consumer}",
+            lambda w, reqs=reqs, length=length, of=consumer: w.pool.graph_read_plan(reqs, length, consumer=of),
+            ValueError,
+            "max_reqs, max_len, max_query_len: expected a plan that memory can hold, got one of .* indices",
+        )
+        for consumer in ("flashattention", "triton", "flashmla")
+        for reqs, length in ((1, 2**63 - 1), (2**62, 8), (2**40, 2**40))
+    ),
+    *(
+        (f"graph of {kind(x)}", lambda w, x=x: w.pool.graph_read_plan(x, 1), TypeError, "max_reqs: expected an int")
+        for x in NO_INTS
+    ),
+    (
+        "columns past 64 bits",
+        lambda w: dataclasses.replace(w.reads.style, column_multiple=2**63),
+        ValueError,
+        f"column_multiple: expected at most {2**63 - 1}, got {2**63}",
+    ),
+    ("structures", lambda w: w.read(structure=np.ones(2)), ValueError, "structure: expected one of .*, got array"),
     ("layer", lambda w: w.reads.for_layer(3), ValueError, "layer_id: expected 0 to 2, got 3"),
     ("layer of bool", lambda w: w.reads.for_layer(True), ValueError, "layer_id: expected 0 to 2, got True"),
 ]
@@ -1072,6 +1231,57 @@ def test_scales(world, call, error, fragment):
 @table(SLOTS)
 def test_slots(world, call, error, fragment):
     assert_refused(world, call, error, fragment)
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+    "fake": lambda x: FakeTensorMode().from_tensor(x),
+    "functional": torch._to_functional_tensor,
+    "never written": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "without memory": without_memory,
+    "negated": torch._neg_view,
+}
+"""Tensors whose numbers do not stand in memory as shape and strides say."""
+
+TENSORS: dict[str, Callable[[World, Any], Any]] = {
+    "k": lambda w, odd: w.store(k=odd(w.k)),
+    "v": lambda w, odd: w.store(v=odd(w.v)),
+    "write_loc": lambda w, odd: w.store(write_loc=KVWriteLoc(*[odd(w.write_loc.loc)] * 2)),
+    "cos_sin_cache": lambda w, odd: w.store(rope=Rope(odd(w.k[:, 0]), w.slots(0, 1, 2, 3))),
+    "positions": lambda w, odd: w.store(rope=Rope(w.k[:, 0], odd(w.slots(0, 1, 2, 3)))),
+    "k_out": lambda w, odd: w.pool.gather_kv(1, w.write_loc, odd(w.k), w.v),
+    "v_out": lambda w, odd: w.pool.gather_kv(1, w.write_loc, w.k, odd(w.v)),
+    "locations": lambda w, odd: w.pool.gather_kv(0, KVWriteLoc(odd(w.write_loc.loc)), w.k, w.v),
+    "loc": lambda w, odd: w.pool.plan_write(odd(w.held)),
+    "loc, cast": lambda w, odd: w.pool.plan_write(odd(w.held), torch.int32),
+    "loc, filled": lambda w, odd: w.graph.fill(odd(w.held[:4])),
+    "loc of a cast": lambda w, odd: w.pool.cast_write_loc(KVWriteLoc(odd(w.held))),
+    "tgt": lambda w, odd: w.pool.move_kv_cache(odd(w.held[:4]), w.held[4:8]),
+    "src": lambda w, odd: w.pool.move_kv_cache(w.held[:4], odd(w.held[4:8])),
+    "req_to_token": lambda w, odd: w.read(odd(w.held.expand(2, 16).contiguous())),
+    "req_rows": lambda w, odd: w.read(rows=odd(w.slots(0, 1))),
+    "seq_lens": lambda w, odd: w.read(seq=odd(w.slots(16, 9))),
+    "query_lens": lambda w, odd: w.read(query=odd(w.slots(2, 1)), out=w.reads),
+    "slots": lambda w, odd: w.pool.load_from_host(copied(w), slots=odd(w.held[4:8])),
+    "k_scale": lambda w, odd: w.pool.set_scales(0, odd(torch.ones(H)), 3.0),
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("row", rows_here())
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_without_numbers_of_their_own(name, row, check):
+    """Of all that a CPU's kernels read, so that none is read past or half written from."""
+    for what, odd in ODD.items():
+        if what == "negated" and row != "reference":
+            continue  # the C++ kernels read what stands in memory
+        world = make_world(torch.device("cpu"), dict.fromkeys(OPS, row), check)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nested tensors are a prototype
+            assert_refused(world, lambda w, odd=odd: TENSORS[name](w, odd), (TypeError, ValueError), "expected .*, got")
 
 
 @table(STORES + READS + READ_PLANS + CHECKED)
@@ -1200,6 +1410,13 @@ CONSTRUCTION: list[tuple[str, dict[str, Any], Any, str]] = [
         "strict: an automatic choice may not end at the reference",
     ),
     ("check of another type", {"check": "yes"}, TypeError, "check: expected .*, got 'yes'"),
+    *((f"strict {kind(x)}", {"strict": x}, TypeError, "strict: expected True or False, got") for x in NO_BOOLS),
+    *((f"dtype {kind(x)}", {"dtype": x}, TypeError, "dtype: expected 'fp8' or one of .*, got") for x in NO_DTYPES),
+    *((f"device {x}", {"device": x}, ValueError, "device: expected a torch device .*, got") for x in (2**63, -(2**70))),
+    *(
+        (f"kernel {kind(x)}", {"kernels": {"store_kv": x}}, ValueError, "kernels: expected a row of store_kv .*, got")
+        for x in (None, 1, ["native"], np.array(["native", "reference"]), torch.ones(2))
+    ),
     ("slots of no pool", {"slots_of": 3}, TypeError, "slots_of: expected a HybridKVPool, got 3"),
 ]
 

@@ -66,6 +66,17 @@ def test_an_mla_row_is_the_latent_and_then_the_rope_part(make: Any) -> None:
     pool.check_integrity()
 
 
+def test_equal_formats_of_several_pools_are_one_object() -> None:
+    """A launcher tells formats apart by identity."""
+    for layout, spec in (("rows", HEADS), ("rows", MLA_FULL), ("flashmla", LayerSpec(None, 1, 448, 64, mla=True))):
+        groups = [
+            HybridKVPool([spec], size=n, page_size=64, dtype=torch.float8_e4m3fn, layout=layout, device="cpu").groups[0]
+            for n in (64, 128)
+        ]
+        assert groups[0].fmt is groups[1].fmt
+        assert groups[0].raw is groups[1].raw
+
+
 def test_each_part_of_a_quantised_mla_row_has_its_own_scale(make: Any) -> None:
     pool = make([MLA_FULL], dtype=torch.float8_e4m3fn)
     write_loc = pool.plan_write(pool.allocator.alloc(5))

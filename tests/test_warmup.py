@@ -37,10 +37,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         warmup(pool)
         assert LAUNCHER.variants == set(list_variants(group.fmt for group in pool.groups))
         monkeypatch.setattr(LAUNCHER, "_build", lambda variant, device: pytest.fail(f"compiled {variant}"))
-        rng = random.Random(0)
-        graph = pool.graph_write_loc(32, int32_twin=True)
-        for _ in range(20):
-            _use(pool, graph, rng)
+        known = []
+        for other in (pool, HybridKVPool(LAYERS, size=96, swa_size=64, page_size=page_size, dtype=dtype, device="cpu")):
+            rng = random.Random(0)
+            graph = other.graph_write_loc(32, int32_twin=True)
+            for _ in range(20):
+                _use(other, graph, rng)
+            known.append(len(LAUNCHER._hot))
+        assert known[0] == known[1]  # nothing is remembered per pool
 
     def _use(pool: HybridKVPool, graph: object, rng: random.Random) -> None:
         """One of every call that launches, on a random batch."""
