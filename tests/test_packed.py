@@ -125,14 +125,15 @@ def test_tiles_whole_and_partial_in_any_order(fmt: KVFormat, threads: int, isa: 
     page, heads, dims = fmt.page_size, fmt.num_kv_heads, (fmt.head_dim, fmt.v_head_dim)
     whole, partial = page + torch.randperm(page), 2 * page + torch.randint(0, page, (page,))
     half, single = 5 * page + torch.arange(page // 2 + 1), [3 * page + 5, 4 * page, 5 * page - 1]
-    skipped = [-1, 0, page - 1, 6 * page, 2**31 - 1]
-    loc = torch.cat([whole, partial, half, torch.tensor(single + skipped)])
+    half_line = 6 * page + torch.arange(8 if fmt.layout is Layout.CPU_AMX else 32 // fmt.dtype.itemsize)
+    skipped = [-1, 0, page - 1, 7 * page, 2**31 - 1]
+    loc = torch.cat([whole, partial, half, half_line, torch.tensor(single + skipped)])
     loc = loc[torch.randperm(len(loc))].to(torch.int32 if threads == 1 else torch.int64)
     kept = torch.tensor(sorted({int(slot): t for t, slot in enumerate(loc)}.values()))
     before = torch.get_num_threads()
     for dtype in (fmt.dtype, torch.float32):
         k, v = (random_rows((len(loc), heads, dim), dtype) for dim in dims)
-        want = [random_rows((6, heads, page, dim), fmt.dtype) for dim in dims]
+        want = [random_rows((7, heads, page, dim), fmt.dtype) for dim in dims]
         got, inv = [aligned(cache, 64 if threads == 1 else 4) for cache in want], torch.rand(heads) + 0.5
         faults, counted = torch.zeros(2, len(FAULT_KINDS), dtype=torch.int64)
         reference_packed.store_kv_packed(k[kept], v[kept], *want, loc[kept], inv, inv, faults, fmt)

@@ -32,7 +32,8 @@ Packing packing_of(Layout layout, bool is_v, int64_t page, int64_t dim, int64_t 
     return {item, is_v ? 1 : page, dim};
 }
 
-// Slots that are served together: their tokens fill the lines of K that they share and, in `vec`, the next ones.
+// Slots that are served together, 64 at most. In `amx` their tokens share lines of K; in `vec` they fill half a line,
+// one, two or four next to each other, by the size of an element.
 int64_t tile_of(Layout layout, int64_t page) {
     if (layout == Layout::amx) return 16;
     return page % 64 ? kPage : 64;
@@ -74,10 +75,10 @@ struct Cut {
     std::vector<Pick> picks;
     std::vector<int64_t> starts;
     int64_t over = 0;
-    int64_t partial = 0;
+    int64_t partial = 0;  // tokens that are too few for a line of K
 };
 
-Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sort) {
+Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, int64_t line, bool may_sort) {
     struct Stretch {
         int64_t tile, begin, end;
     };
@@ -114,10 +115,7 @@ Cut cut(const Slots& loc, int64_t first, int64_t end, int64_t tile, bool may_sor
         at += stretches[i].end - stretches[i].begin;
     }
     out.starts.push_back(at);
-    for (size_t g = 0; g + 1 < out.starts.size(); ++g) {
-        int64_t count = out.starts[g + 1] - out.starts[g];
-        if (count < tile) out.partial += count;
-    }
+    for (size_t g = 0; g + 1 < out.starts.size(); ++g) out.partial += (out.starts[g + 1] - out.starts[g]) % line;
     return out;
 }
 
@@ -143,7 +141,8 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     int64_t* fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     int64_t page = caches[0].view.rows.page, item = dtype_bytes(cache_views[0].dtype);
     job.tile = tile_of(layout, page);
-    Cut cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, scatter);
+    int64_t line = std::min(job.tile, 64 / caches[0].packing.unit);
+    Cut cuts = cut(slots, scatter ? page : 0, caches[0].view.count, job.tile, line, scatter);
     if (cuts.over) __atomic_fetch_add(fault, cuts.over, __ATOMIC_RELAXED);
     job.picks = cuts.picks.data();
     job.starts = cuts.starts.data();
@@ -153,7 +152,7 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     int64_t row = (job.half[0].dim + job.half[1].dim) * job.half[0].heads * item;
     int64_t bytes = row * (slots.size + kPartialCost * cuts.partial);
     job.far = scatter && row / item * dtype_bytes(k_view.dtype) * slots.size > kFar;
-    job.threads = threads_for(bytes);
+    job.threads = int(std::min<int64_t>(threads_for(bytes), job.groups * job.half[0].heads));
     launch(scatter ? kernels->store_packed : kernels->gather_packed, job, bytes);
 }
 

@@ -140,8 +140,8 @@ inline bool are_lines(const char* at, int64_t step) {
     return (reinterpret_cast<uintptr_t>(at) | uintptr_t(step)) % kLine == 0;
 }
 
-// 16 / Unit whole lines. Where vectors are narrower, lines are put together first: written in parts, by turns, they took
-// three to ten times as long.
+// 16 / Unit whole lines. Where vectors are narrower, lines are put together first: written in parts, by turns, they
+// took three to ten times as long.
 template <int Unit, int Stride>
 inline void put_lines(const char* from, char* to, int64_t step) {
     if constexpr (kVec == kLine) return transpose<Unit, 4, Stride>(from, to, step, PutLanesPastCache{});

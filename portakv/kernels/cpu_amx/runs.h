@@ -174,6 +174,7 @@ inline __attribute__((always_inline)) void copy_bytes(const char* src, char* dst
         for (int j = 0; j < 4; ++j) Put(dst + i + j * kVec, x[j]);
     }
     for (; i + kVec <= n; i += kVec) Put(dst + i, *reinterpret_cast<const Vec*>(src + i));
+    for (; i + 16 <= n; i += 16) __builtin_memcpy(dst + i, src + i, 16);
     if (i < n) __builtin_memcpy(dst + i, src + i, std::size_t(n - i));
 }
 
