@@ -177,7 +177,7 @@ def check_slots(name: str, slots: torch.Tensor) -> None:
     if not isinstance(slots, torch.Tensor) or slots.dtype not in INDEX_DTYPES:
         got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
-    if slots.is_nested or slots.dim() != 1:
+    if slots.dim() != 1:
         require_plain(name, slots)
         raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")
 
