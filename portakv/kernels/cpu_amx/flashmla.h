@@ -61,6 +61,9 @@ struct Flash : Source {
           ahead(W == Way::store ? ahead_of(j.half[0].src, dim * item_bytes(j.half[0].src.dtype)) : 0) {}
 
     static bool alike(const RowJob&) { return false; }
+    void touch_slot(int64_t slot, int) const {
+        for (const Half& half : job.half) touch(row_at(W == Way::store ? half.dst : half.src, slot), 1);
+    }
 
     // DeepSeek-V4 keeps the rope part behind the values and an exponent a block in V's cache; V3.2 keeps float32 scales
     // behind the values and the rope part in V's.

@@ -19,6 +19,7 @@ struct Plan {
     int64_t n;
     int64_t src_step;
     int64_t dst_step;
+    int64_t row_bytes;  // on the side that slots point into
     int64_t ahead;
 };
 
@@ -30,7 +31,8 @@ Plan plan(const Half& half) {
     bool dst_dense = half.heads == 1 || dst.head_stride == dst_run;
     bool one_scale = true;
     for (int64_t h = 1; half.scale && h < half.heads; ++h) one_scale &= half.scale[h * half.scale_stride] == *half.scale;
-    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0};
+    Plan p{&half, kCopy, half.heads, src_run, src.head_stride, dst.head_stride, 0, 0};
+    p.row_bytes = half.heads * (W == Way::store ? dst_run : src_run);
     if (W == Way::store) p.ahead = ahead_of(src, half.heads * src_run);
     if (src.dtype != dst.dtype) {
         p.run = converter(src.dtype, dst.dtype);
@@ -71,6 +73,9 @@ struct Halves : Source {
     const Half& half_of(int h) const {
         if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
         return job.half[h];
+    }
+    void touch_slot(int64_t slot, int h) const {
+        touch(row_at(W == Way::store ? job.half[h].dst : job.half[h].src, slot), plans[h].row_bytes);
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;
