@@ -74,8 +74,11 @@ struct Halves : Source {
         if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
         return job.half[h];
     }
+    const Rows& slotted(int h) const { return W == Way::store ? job.half[h].dst : job.half[h].src; }
     void touch_slot(int64_t slot, int h) const {
-        touch(row_at(W == Way::store ? job.half[h].dst : job.half[h].src, slot), plans[h].row_bytes);
+        const Rows &k = slotted(0), &rows = slotted(h);
+        const bool in_k = h && k.data < rows.data && rows.data < k.data + k.row_stride;  // as V of MLA is
+        if (!in_k) touch(row_at(rows, slot), plans[h].row_bytes);
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;
