@@ -62,9 +62,10 @@ struct Halves : Source {
     static constexpr bool kRotated = std::is_same<Source, Rotated>::value;
     const RowJob& job;
     const Plan plans[2];
+    const bool joined;  // V's rows lie in K's, as MLA's do
 
     Halves(const RowJob& j, int thread)
-        : Source(j, thread), job(j), plans{plan<W>(half_of(0)), plan<W>(half_of(1))} {}
+        : Source(j, thread), job(j), plans{plan<W>(half_of(0)), plan<W>(half_of(1))}, joined(are_joined(rows(0), rows(1))) {}
 
     static bool alike(const RowJob& j) {
         int64_t k = j.half[0].dim, v = j.half[1].dim;
@@ -74,11 +75,10 @@ struct Halves : Source {
         if constexpr (kRotated) return h == job.rope.half ? Source::half : job.half[h];
         return job.half[h];
     }
-    const Rows& slotted(int h) const { return W == Way::store ? job.half[h].dst : job.half[h].src; }
+    const Rows& rows(int h) const { return W == Way::store ? job.half[h].dst : job.half[h].src; }
+    static bool are_joined(const Rows& k, const Rows& v) { return k.data < v.data && v.data < k.data + k.row_stride; }
     void touch_slot(int64_t slot, int h) const {
-        const Rows &k = slotted(0), &rows = slotted(h);
-        const bool in_k = h && k.data < rows.data && rows.data < k.data + k.row_stride;  // as V of MLA is
-        if (!in_k) touch(row_at(rows, slot), plans[h].row_bytes);
+        if (h == 0 || !joined) touch(row_at(rows(h), slot), plans[h].row_bytes);
     }
     void row(int64_t token, int64_t slot, int h) const {
         int64_t from = W == Way::store ? token : slot, to = W == Way::store ? slot : token;
