@@ -1,4 +1,7 @@
-"""What an argument must be, whichever call it is for: a bool, a tensor that kernels can read. Raises `TypeError`."""
+"""What an argument must be, whichever call it is for: a bool, a dtype of indices, a tensor that kernels can read.
+
+Raises `TypeError`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from torch.utils import _python_dispatch as modes
 
 def shown(value: object) -> str:
     """A value as an error names it; tensors, arrays and the like, which may be large or on a device, by their type."""
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+    return repr(value) if plain else type(value).__name__
 
 
 def require_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {shown(value)}")
     return value
+
+
+def require_index_dtype(name: str, value: object) -> None:
+    if value is not torch.int32 and value is not torch.int64:
+        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {shown(value)}")
 
 
 def require_plain(name: str, x: object) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from portakv.arguments import require_index_dtype
 from portakv.arrays import as_int
-from portakv.formats import INDEX_DTYPES, PAD, Structure
+from portakv.formats import PAD, Structure
 
 RAGGED, PAGES, ROWS, QUERY_ROWS = Structure
 STRUCTURES = [structure.value for structure in Structure]
@@ -43,8 +44,7 @@ class ReadStyle:
             if not isinstance(getattr(self, name), Structure):
                 raise TypeError(f"{name}: expected a Structure, got {getattr(self, name)!r}")
         for name in ("index_dtype", "write_dtype"):
-            if not any(getattr(self, name) is dtype for dtype in INDEX_DTYPES):
-                raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {getattr(self, name)!r}")
+            require_index_dtype(name, getattr(self, name))
         for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
             if type(value := getattr(self, name)) is not int or value not in choices:
                 raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {value!r}")

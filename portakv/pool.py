@@ -12,7 +12,7 @@ from torch.utils import _python_dispatch as modes
 
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
-from portakv.arguments import require_bool
+from portakv.arguments import require_bool, require_index_dtype
 from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, SLOT_OPS, Structure
 from portakv.groups import Layer, allocate_group, allocate_slots, check_kernels, fit_sizes, name_rows, plan_groups
@@ -149,8 +149,7 @@ class HybridKVPool:
         does not fit int32 gives -1 and a fault.
         """
         check_slots("loc", loc)
-        if index_dtype is not torch.int64 and index_dtype is not torch.int32:
-            raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+        require_index_dtype("index_dtype", index_dtype)
         loc = to_device(loc, self.device)
         copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
         if copy is None and not self.has_swa:

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
-from portakv.arguments import require_bool, require_plain, shown
+from portakv.arguments import require_bool, require_index_dtype, require_plain, shown
 from portakv.arrays import as_int
 from portakv.formats import INDEX_DTYPES
 
@@ -140,8 +140,7 @@ def resolve_write_loc(
 
     The result has as many tokens as `loc`. Raises as `pool.plan_write` does, and `TypeError` for another kind of plan.
     """
-    if index_dtype is not torch.int32 and index_dtype is not torch.int64:
-        raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+    require_index_dtype("index_dtype", index_dtype)
     if not hasattr(pool, "plan_write"):
         raise TypeError(f"pool: expected a HybridKVPool, got {shown(pool)}")
     require_bool("idle", idle)

@@ -364,7 +364,7 @@ LOCATIONS: list[Bad] = [
         "plan as 'int32'",
         lambda w: w.pool.plan_write(w.held, "int32"),
         TypeError,
-        "index_dtype: expected .*, got int32",
+        "index_dtype: expected .*, got 'int32'",
     ),
     (
         "fill with floats",
