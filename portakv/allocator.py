@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,9 +31,22 @@ from portakv.arrays import (
     require,
 )
 from portakv.errors import PortaKVError, SlotOwnership
-from portakv.pages import HybridPages, OnPatch
+from portakv.pages import NO_PAGES, HybridPages, OnPatch
 
-NO_PAGES: Ints = np.empty(0, np.int64)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _exclusive(
+    call: Callable[Concatenate[HybridSlotAllocator, P], T],
+) -> Callable[Concatenate[HybridSlotAllocator, P], T]:
+    """A call of the allocator that no other one meets half done, and that takes effect whole or not at all."""
+
+    @functools.wraps(call)
+    def exclusive(self: HybridSlotAllocator, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(call, self, *args, **kwargs)
+
+    return cast(Callable[Concatenate["HybridSlotAllocator", P], T], exclusive)
 
 
 class HybridSlotAllocator:
@@ -43,8 +61,11 @@ class HybridSlotAllocator:
     whole SWA page behind it or none, also behind its slots that are not handed out yet. A call that edits the
     map first gives its edits to `on_patch(slots, values)`, once, as int64 arrays, for a copy on a device.
 
-    What is handed out of a page is always a prefix of it. Slots come out as fresh CPU int64 tensors. A call
-    that raises has changed no byte, also where `on_patch` raised. Not thread-safe.
+    What is handed out of a page is always a prefix of it. Slots come out as fresh CPU int64 tensors.
+
+    A call that raises has changed no byte, whatever it raised, where and in which thread: `KeyboardInterrupt` too. What
+    Python cannot give back is a result that is on its way: an interrupt while a call returns leaves its slots handed
+    out. Calls of several threads wait for each other; each thread frees what it took. There are no copies.
 
     Raises `ValueError` or `TypeError` for sizes that are no positive integers or could never serve a request.
     """
@@ -72,7 +93,64 @@ class HybridSlotAllocator:
         self._pages = HybridPages(self.size, self.swa_size, page, on_patch)
         self.mapping = self._pages.mapping
         self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
+        self._lock = threading.RLock()
+        self._running = False
+        self._waiting: deque[torch.Tensor] = deque()
 
+    def atomically(self, steps: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+        """Run `steps()`, whose calls of this allocator take effect together or, if it raises anything, not at all.
+
+        `undo()` is called where they do not: what `steps` published of its own goes back there. Other threads wait.
+        Nests.
+        """
+
+        def begin() -> T:
+            if undo is not None:
+                self._pages.journal.append(undo)
+            return steps()
+
+        return self._run(begin)
+
+    def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """One call, inside of others or not. Python looks for signals at calls, so stores in a row are one step."""
+        with self._lock:
+            pages, outermost = self._pages, not self._running
+            mark = 0 if outermost else len(pages.journal)
+            try:
+                self._running = True
+                if outermost and (pages.journal or self._waiting):
+                    pages.undo()  # an undo that was interrupted
+                    self._free_waiting()
+                result = call(*args, **kwargs)
+                if outermost:
+                    pages.journal = []  # from here on the call has happened
+                return result
+            except BaseException:
+                pages.undo(mark)
+                raise
+            finally:
+                if outermost:
+                    self._running = False
+
+    def free_later(self, slots: torch.Tensor) -> None:
+        """`free` at the start of the next call, whoever makes it: for finalizers, which run anywhere, any time."""
+        self._waiting.append(slots)
+
+    def _free_waiting(self) -> None:
+        while self._waiting:
+            slots = self._waiting.popleft()
+            try:
+                self.free(slots)
+            except SlotOwnership as error:  # cleared meanwhile, or freed twice: not the fault of this call
+                logging.getLogger("portakv").warning("slots of a dropped cache: %s", error)
+            except BaseException as error:  # while a device captures a graph, its mapping cannot change
+                self._waiting.appendleft(slots)
+                if not isinstance(error, PortaKVError):
+                    raise
+                return
+            self._pages.journal = []
+
+    @_exclusive
     def alloc(self, n: int, swa_tail: int | None = None) -> torch.Tensor:
         """Slots `[n]` of one new sequence, in token order.
 
@@ -86,11 +164,14 @@ class HybridSlotAllocator:
         count = -(-n // page)
         bare = max(0, n - tail) // page if tail else count
         full, swa = self._pages.next_free(count, count - bare)
-        self._pages.take(full, page, full[bare:], swa)
+        fill: Ints | int = page
         if n % page:
-            self._fill[full[-1]] = n % page
+            fill = np.full(count, page)
+            fill[-1] = n % page
+        self._pages.edit(fill=(full, fill), peers=(full[bare:], swa), taken=(count, swa.size))
         return torch.from_numpy(self._pages.slots_of(full)[:n])
 
+    @_exclusive
     def alloc_extend(
         self, prefix_lens: IntsLike, seq_lens: IntsLike, last_loc: IntsLike, swa_tail: int | None = None
     ) -> torch.Tensor:
@@ -119,8 +200,12 @@ class HybridSlotAllocator:
         fill, ends, some = np.full(total, page), np.cumsum(count), count > 0
         fill[ends[some] - 1] = (rest - (count - 1) * page)[some]
         peered = full[ranges(np.zeros_like(count), count) >= np.repeat(bare, count)] if bare.any() else full
-        self._pages.take(full, fill, np.concatenate((behind, peered)), swa)
-        self._fill[joined] = self._fill[joined] + head[head > 0]
+        self._pages.edit(
+            fill=(np.concatenate((full, joined)), np.concatenate((fill, self._fill[joined] + head[head > 0]))),
+            unwritten=(behind, self._fill[behind]),
+            peers=(np.concatenate((behind, peered)), swa),
+            taken=(total, swa.size),
+        )
         # Each sequence is a run of slots in its continued page, then one run in each page taken.
         heads = ends - count + np.arange(count.size)
         is_page = np.ones(total + count.size, np.bool_)
@@ -130,6 +215,7 @@ class HybridSlotAllocator:
         starts[is_page], lengths[is_page] = full * page, fill
         return torch.from_numpy(ranges(starts, lengths))
 
+    @_exclusive
     def alloc_decode(self, seq_lens: IntsLike, last_loc: IntsLike) -> torch.Tensor:
         """One slot for each sequence, `[B]`; `seq_lens` counts the new token. Otherwise as `alloc_extend`."""
         seq, last = as_batch(seq_lens=seq_lens, last_loc=last_loc)
@@ -138,25 +224,56 @@ class HybridSlotAllocator:
         joined = self._joined(seq - 1, last, joins)
         behind = joined[self._peer[joined] == 0]
         count = seq.size - joined.size
+        behind = behind if self.swa_size else NO_PAGES
         full, swa = self._pages.next_free(count, count + behind.size if self.swa_size else 0)
-        self._pages.take(full, 1, np.concatenate((behind, full))[: swa.size], swa)
-        self._fill[joined] = self._fill[joined] + 1
+        self._pages.edit(
+            fill=(np.concatenate((full, joined)), np.concatenate((np.ones_like(full), self._fill[joined] + 1))),
+            unwritten=(behind, self._fill[behind]),
+            peers=(np.concatenate((behind, full))[: swa.size], swa),
+            taken=(count, swa.size),
+        )
         slots = last + 1
         slots[~joins] = full * self.page_size
         return torch.from_numpy(slots)
 
+    @_exclusive
     def restore_swa(self, slots: IntsLike) -> torch.Tensor:
         """The SWA slots `[n]` of handed-out `slots` `[n]`, once every page without a peer has a new one.
 
-        Slots need not be whole pages. Raises `OutOfSlots`, `SlotOwnership`.
+        New peers hold other tokens' bytes: the slots handed out of such a page are live from `mark_written` on, those
+        handed out later at once, as ever. Slots need not be whole pages. Raises `OutOfSlots`, `SlotOwnership`.
         """
         given = as_ints("slots", slots)
-        self.require_owned(given)
+        self._require_owned(given)
         pages = ascending(given // self.page_size)
         bare = pages[self._peer[pages] == 0]
-        self._pages.take(NO_PAGES, 0, bare, self._pages.next_free(0, bare.size)[1])
+        swa = self._pages.next_free(0, bare.size)[1]
+        self._pages.edit(unwritten=(bare, self._fill[bare]), peers=(bare, swa), taken=(0, swa.size))
         return torch.from_numpy(self.mapping[given])
 
+    @_exclusive
+    def mark_written(self, slots: IntsLike) -> None:
+        """Say that the SWA bytes of handed-out `slots` are there now: stored, loaded or received after `restore_swa`.
+
+        In each page, live slots are those behind the last one that still waits. Raises `SlotOwnership`.
+        """
+        given = as_ints("slots", slots)
+        self._require_owned(given)
+        page = given // self.page_size
+        waits = self._pages.unwritten.take(page) > given - page * self.page_size
+        if not waits.any():
+            return
+        # From each page's last waiting slot backwards, as far as every slot is given.
+        ordered = ascending(given[waits])
+        pages = ascending(ordered // self.page_size)
+        held = np.zeros((pages.size, self.page_size), np.bool_)
+        held[np.searchsorted(pages, ordered // self.page_size), ordered % self.page_size] = True
+        unwritten = self._pages.unwritten[pages].astype(np.int64)
+        waiting = ~held & (np.arange(self.page_size) < unwritten[:, None])
+        last = np.where(waiting, np.arange(1, self.page_size + 1), 0).max(axis=1)
+        self._pages.edit(unwritten=(pages, last))
+
+    @_exclusive
     def free(self, slots: IntsLike) -> None:
         """Give slots and their SWA peers back; every page touched must be given whole.
 
@@ -169,6 +286,7 @@ class HybridSlotAllocator:
             pages, _ = self._tails(slots, whole=True)
             self._pages.put_back(pages, pages)
 
+    @_exclusive
     def free_segments(self, starts: IntsLike, lengths: IntsLike) -> None:
         """`free` for runs of slots `[N]`, without listing them; both are multiples of the page size.
 
@@ -180,24 +298,26 @@ class HybridSlotAllocator:
         fits = (length % page == 0) & (length >= 0) & (length <= self.size)
         require(fits, "lengths", f"multiples of {page} from 0 to {self.size}", length)
         pages = ranges(start // page, length // page)
-        self.require_owned(pages * page)
+        self._require_owned(pages * page)
         pages = ascending(pages)
         self._pages.put_back(pages, pages)
 
+    @_exclusive
     def free_swa(self, slots: IntsLike) -> None:
         """As `free`, but only the SWA peers go back; a page whose peer is gone already stays as it is."""
         pages, _ = self._tails(slots, whole=True)
         self._pages.put_back(NO_PAGES, pages)
 
+    @_exclusive
     def rewind(self, slots: IntsLike) -> None:
         """Take back what was handed out last (rejected drafts, a crop): in every page touched, a tail of it.
 
         Pages left empty are freed on both sides; the others keep their SWA peer. Raises `SlotOwnership`.
         """
         pages, left = self._tails(slots, whole=False)
-        self._pages.put_back(pages[left == 0], pages[left == 0])
-        self._fill[pages] = left
+        self._pages.put_back(pages, pages[left == 0], left)
 
+    @_exclusive
     def evict_swa(self, req_to_token: IntsLike, rows: IntsLike, evicted: IntsLike, next_query: IntsLike) -> Ints:
         """Free the SWA peers that no query from `next_query` on can see; returns the new cursors `[B]`.
 
@@ -218,7 +338,7 @@ class HybridSlotAllocator:
         begin, frontier = cursor // page, np.maximum(query - self.window + 1, 0) // page
         count = np.maximum(frontier - begin, 0)
         slots = entries(table, np.repeat(row, count), ranges(begin, count) * page)
-        self.require_owned(slots)
+        self._require_owned(slots)
         require(slots % page == 0, "req_to_token", "pages of slots where pages of positions begin", slots)
         self._pages.put_back(NO_PAGES, ascending(slots // page))
         cursors: Ints = np.maximum(cursor, frontier * page)
@@ -232,16 +352,19 @@ class HybridSlotAllocator:
         """
         if self._pages.queue is not None:
             raise PortaKVError("group_frees: expected no open group, got a group inside another")
-        self._pages.open_group()
+        self._run(self._pages.open_group)
         try:
             yield
         finally:
-            self._pages.close_group()
+            self._run(self._pages.close_group)
 
+    @_exclusive
     def clear(self) -> None:
         """Give everything back; slots come out in the initial order again."""
+        self._waiting.clear()
         self._pages.clear()
 
+    @_exclusive
     def available(self, side: str = "full") -> int:
         """Free slots, in whole pages, of side "full" or "swa"."""
         if not isinstance(side, str) or side not in ("full", "swa"):
@@ -258,10 +381,25 @@ class HybridSlotAllocator:
         """What `nbytes` of an allocator of these sizes is."""
         return HybridPages.host_bytes(size // page_size, (swa_size or 0) // page_size, page_size)
 
+    @_exclusive
+    def is_owned(self, slots: IntsLike) -> Bools:
+        """Which of `slots` (1-D) are handed out; any integer may be asked about."""
+        return self._is_owned(as_ints("slots", slots))
+
+    @_exclusive
+    def has_peer(self, slots: IntsLike) -> Bools:
+        """Which of `slots` (1-D) are handed out and have an SWA peer, whatever bytes it holds."""
+        given = as_ints("slots", slots)
+        peered: Bools = self._is_owned(given) & (self.mapping.take(given, mode="clip") != 0)
+        return peered
+
+    @_exclusive
     def is_live(self, slots: IntsLike) -> Bools:
-        """Which of `slots` (1-D) are handed out and have an SWA peer; any integer may be asked about."""
+        """Which of `slots` (1-D) are handed out and have an SWA peer with their own bytes; any integer may be asked
+        about."""
         return self._is_live(as_ints("slots", slots))
 
+    @_exclusive
     def reusable_prefix(self, slots: IntsLike, window: int | None = None) -> int | Ints:
         """The longest prefix a new request can reuse: an int for `slots` `[L]`, int64 `[B]` for `[B, L]`.
 
@@ -279,13 +417,17 @@ class HybridSlotAllocator:
         best: Ints = np.where(good, prefix, 0).max(axis=1, initial=0)
         return int(best[0]) if given.ndim == 1 else best
 
+    @_exclusive
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every page of both sides is free, owned or queued exactly once."""
         self._pages.check_integrity()
 
+    @_exclusive
     def require_owned(self, slots: IntsLike) -> None:
         """Raise `SlotOwnership` for the first of `slots` (1-D) that is not handed out."""
-        given = as_ints("slots", slots)
+        self._require_owned(as_ints("slots", slots))
+
+    def _require_owned(self, given: Ints) -> None:
         owned = self._is_owned(given)
         if owned.all():
             return
@@ -321,8 +463,15 @@ class HybridSlotAllocator:
         return owned & (slots < self._pages.num_rows)
 
     def _is_live(self, slots: Ints) -> Bools:
-        live: Bools = self._is_owned(slots) & (self.mapping.take(slots, mode="clip") != 0)
+        page = slots // self.page_size
+        written = slots - page * self.page_size >= self._pages.unwritten.take(page, mode="clip")
+        live: Bools = self._is_owned(slots) & (self.mapping.take(slots, mode="clip") != 0) & written
         return live
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "HybridSlotAllocator: expected one of each pool, got a copy or pickle of it: slots have one owner"
+        )
 
     def _tails(self, slots: IntsLike, whole: bool) -> tuple[Ints, Ints]:
         """The pages of `slots`, ascending, and what stays handed out of each without `slots`.
@@ -330,7 +479,7 @@ class HybridSlotAllocator:
         Of each page, `slots` must be a tail of what is handed out, or the whole of it.
         """
         given = as_ints("slots", slots)
-        self.require_owned(given)
+        self._require_owned(given)
         ordered = ascending(given)
         page = ordered // self.page_size
         begin = np.flatnonzero(is_first(page))

@@ -175,16 +175,18 @@ def host(slots: torch.Tensor) -> npt.NDArray[Any]:
 
 def check_range(name: str, slots: torch.Tensor, num_rows: int) -> None:
     """Raise `SlotFault` for a slot past the last row."""
-    values = host(slots)
+    _check_range(name, host(slots), num_rows)
+
+
+def _check_range(name: str, values: npt.NDArray[Any], num_rows: int) -> None:
     over = values >= num_rows
     if over.any():
         at = int(over.argmax())
         raise SlotFault(f"{name}[{at}]: expected a slot below {num_rows}, got {values[at]}")
 
 
-def check_distinct(name: str, slots: torch.Tensor, page_size: int) -> None:
+def check_distinct(name: str, values: npt.NDArray[Any], page_size: int) -> None:
     """Raise `SlotFault` for a writable slot that stands twice."""
-    values = host(slots)
     ordered = np.sort(values[values >= page_size])
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
@@ -193,29 +195,34 @@ def check_distinct(name: str, slots: torch.Tensor, page_size: int) -> None:
 
 def check_store(layer: Layer, write_loc: WriteLoc, loc: torch.Tensor, allocator: HybridSlotAllocator) -> None:
     """Raise for slots of a store, `loc` those of the layer's side: out of range, twice there, stale, or free."""
-    name = "swa_loc" if layer.on_swa else "loc"
-    check_range(name, loc, layer.num_rows)
-    check_distinct(name, loc, allocator.page_size)
+    name, values = "swa_loc" if layer.on_swa else "loc", host(loc)
+    _check_range(name, values, layer.num_rows)
+    check_distinct(name, values, allocator.page_size)
     if layer.on_swa:
-        check_fresh(write_loc.loc, loc, allocator.mapping)
-    else:
-        check_owned(name, loc, allocator)
+        full = host(write_loc.loc)
+        check_fresh(full, values, allocator.mapping)
+        values = full
+    check_owned("loc", values, allocator)
 
 
-def check_owned(name: str, slots: torch.Tensor, allocator: HybridSlotAllocator) -> None:
+def check_owned(name: str, values: npt.NDArray[Any], allocator: HybridSlotAllocator) -> None:
     """Raise `SlotOwnership` for a writable slot that is not handed out; to whom it is, nobody keeps."""
-    values = host(slots)
-    free = (values >= allocator.page_size) & ~allocator._is_owned(values)
-    if free.any():
-        at = int(free.argmax())
-        raise SlotOwnership(
-            f"{name}[{at}]: expected a handed-out slot, got {values[at]}: freed already, or never handed out"
-        )
+    _refuse(
+        name,
+        values,
+        (values >= allocator.page_size) & ~allocator.is_owned(values),
+        "a handed-out slot, got {}: freed already, or never handed out",
+    )
 
 
-def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:
-    """Raise `StaleWriteLoc` unless `swa_loc` is what `mapping` says of `loc` now."""
-    full, swa = host(loc), host(swa_loc)
+def _refuse(name: str, values: npt.NDArray[Any], bad: npt.NDArray[np.bool_], expected: str) -> None:
+    if bad.any():
+        at = int(bad.argmax())
+        raise SlotOwnership(f"{name}[{at}]: expected {expected.format(values[at])}")
+
+
+def check_fresh(full: npt.NDArray[Any], swa: npt.NDArray[Any], mapping: npt.NDArray[np.int64]) -> None:
+    """Raise `StaleWriteLoc` unless `swa` is what `mapping` says of `full` now."""
     inside = (full >= 0) & (full < len(mapping) - 1)
     live = np.where(inside, mapping[np.where(inside, full, 0)], -1)
     stale = live != swa
@@ -224,6 +231,37 @@ def check_fresh(loc: torch.Tensor, swa_loc: torch.Tensor, mapping: npt.NDArray[n
         raise StaleWriteLoc(
             f"write_loc[{at}]: slot {full[at]} was translated to {swa[at]}, the mapping says {live[at]} now"
         )
+
+
+def check_move(tgt: torch.Tensor, src: torch.Tensor, allocator: HybridSlotAllocator, swa: bool) -> None:
+    """Raise for full slots of a move: a target twice, a slot that is free, or with `swa` bytes that only one has."""
+    to, source = host(tgt), host(src)
+    check_distinct("tgt", to, allocator.page_size)
+    moved = (to >= allocator.page_size) & (source >= 0)
+    unheld = "a handed-out slot, got {}: freed already, or never handed out"
+    _refuse("tgt", to, moved & ~allocator.is_owned(to), unheld)
+    _refuse("src", source, moved & ~allocator.is_owned(source), unheld)
+    if not swa:
+        return
+    there, here = allocator.has_peer(to), allocator.is_live(source)
+    _refuse("src", source, moved & there & ~here, "a slot with live SWA bytes, as its target has, got {}")
+    _refuse("tgt", to, moved & here & ~there, "a slot with an SWA peer, as its source has, got {}")
+
+
+def check_load(slots: torch.Tensor, live: npt.NDArray[np.bool_] | None, allocator: HybridSlotAllocator) -> None:
+    """Raise for slots that a host copy is to fill: not handed out, one twice, or SWA bytes that only one has.
+
+    `live` are the copy's tokens with SWA bytes, None where no layer has any.
+    """
+    allocator.require_owned(slots)
+    values = host(slots)
+    check_distinct("slots", values, allocator.page_size)
+    if live is None:
+        return
+    bare = live & ~allocator.has_peer(values)
+    _refuse("slots", values, bare, "a slot with an SWA peer for a token that was copied with one, got {}")
+    stale = ~live & allocator.is_live(values)
+    _refuse("slots", values, stale, "a slot without live SWA bytes for a token that was copied without, got {}")
 
 
 def check_storage(groups: Sequence[LayerGroup], on_device: torch.Tensor, mapping: npt.NDArray[np.int64]) -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PortaKVError(Exception):
-    """Base of every error that is portakv's own; a call that raises one has changed nothing."""
+    """Base of every error that is portakv's own; a call that raises one has changed nothing. They cross processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception's own way calls the class with the message, which is not what every class here takes.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[PortaKVError], args: tuple[Any, ...], state: dict[str, Any]) -> PortaKVError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class OutOfSlots(PortaKVError):

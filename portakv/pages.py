@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +13,17 @@ from portakv.errors import IntegrityError, OutOfSlots
 OnPatch = Callable[[Ints, Ints], None]
 """Gets the slots whose mapping is about to change, and what it becomes. What it raises refuses the whole call."""
 
+NO_PAGES: Ints = np.empty(0, np.int64)
+
 
 class HybridPages:
     """The state behind `HybridSlotAllocator`, in pages: its callers have checked what they ask for.
 
-    `fill` is how many slots of each full page are handed out, always the first ones; 0 is a free page.
-    `mapping` is the allocator's, `[size + page_size + 1]`; `peer` views its entry of each page's first slot.
+    `fill` is how many slots of each full page are handed out, always the first ones; 0 is a free page. `unwritten` is
+    how many of them, also the first ones, have a peer that holds another token's bytes. `mapping` is the allocator's,
+    `[size + page_size + 1]`; `peer` views its entry of each page's first slot.
+
+    `journal` has what takes back each edit since its owner emptied it, the newest last.
     """
 
     def __init__(self, size: int, swa_size: int, page_size: int, on_patch: OnPatch | None) -> None:
@@ -28,59 +34,119 @@ class HybridPages:
         self.on_patch = on_patch
         self.num_rows = size + page_size
         self.fill = np.zeros(self.num_rows // page_size, np.min_scalar_type(page_size))
+        self.unwritten = np.zeros_like(self.fill)
         self.mapping: Ints = np.zeros(self.num_rows + 1, np.int64)
         self.mapping[-1] = -1
         self._map = self.mapping[:-1].reshape(-1, page_size)  # a view
         self.peer = self._map[:, 0]
         self._offsets = np.arange(page_size)
         self.has_swa = swa_size > 0
+        self.journal: list[Callable[[], None]] = []
 
     @staticmethod
     def host_bytes(full: int, swa: int, page_size: int) -> int:
         """Bytes of the arrays for so many pages of either side."""
         stacks = sum(count * np.dtype(FreePages.dtype(count)).itemsize for count in (full, swa))
         fill = (full + 1) * np.min_scalar_type(page_size).itemsize
-        return 8 * ((full + 1) * page_size + 1) + fill + stacks
+        return 8 * ((full + 1) * page_size + 1) + 2 * fill + stacks
 
     def next_free(self, full: int, swa: int) -> tuple[Ints, Ints]:
-        """The pages that both free lists would give next, for `take`, or `OutOfSlots`."""
+        """The pages that both free lists would give next, for `edit`, or `OutOfSlots`."""
         for side, need in ((self.full, full), (self.swa, swa)):
             if need > side.top:
                 raise OutOfSlots(side.name, need * self.page_size, side.top * self.page_size)
         return self.full.next(full), self.swa.next(swa)
 
-    def take(self, full: Ints, fill: Ints | int, bare: Ints, swa: Ints) -> None:
-        """Hand out pages of `next_free`: `fill` slots of each `full` page, and the `swa` pages behind the `bare`."""
-        self._point(bare, swa)
-        self.full.top -= full.size
-        self.swa.top -= swa.size
-        self.fill[full] = fill
+    def edit(
+        self,
+        *,
+        fill: tuple[Ints, Ints | int] | None = None,
+        unwritten: tuple[Ints, Ints | int] | None = None,
+        peers: tuple[Ints, Ints | None] | None = None,
+        taken: tuple[int, int] = (0, 0),
+        freed: tuple[Ints, Ints] | None = None,
+    ) -> None:
+        """Change the state, in one step that the journal can take back.
 
-    def put_back(self, full: Ints, bare: Ints) -> None:
-        """Free the `full` pages, and the SWA peer of each of the `bare` pages that has one."""
+        `fill` and `unwritten` are (full pages, their new values), `peers` (full pages, their SWA pages or None).
+        `taken` counts the pages of `next_free` that are handed out on either side, `freed` are pages that go back.
+        """
+        changes: list[tuple[np.ndarray[Any, Any], Any, Any]] = []
+        mapped = NO_PAGES if peers is None else peers[0]
+        if peers is not None and mapped.size:
+            none = np.zeros((mapped.size, self.page_size), np.int64)
+            changes.append((self._map, mapped, none if peers[1] is None else self._rows_of(peers[1])))
+        if fill is not None:
+            changes.append((self.fill, *fill))
+        if unwritten is not None and unwritten[0].size:
+            changes.append((self.unwritten, *unwritten))
+        tops = [self.full.top - taken[0], self.swa.top - taken[1]]
+        if freed is not None and self.queue is None:
+            for i, (side, pages) in enumerate(zip((self.full, self.swa), freed, strict=True)):
+                changes.append((side.stack, slice(tops[i], tops[i] + pages.size), pages[::-1]))
+                tops[i] += pages.size
+        self._remember(changes, mapped)
+        if mapped.size:
+            self._patch(mapped, changes[0][2])
+        for array, at, value in changes:
+            array[at] = value
+        self.full.top, self.swa.top = tops
+        if freed is not None and self.queue is not None:
+            self.queue.append(freed)
+
+    def put_back(self, full: Ints, bare: Ints, left: Ints | None = None) -> None:
+        """Free the `full` pages, or all but `left` slots of each, and the SWA peers that the `bare` pages have."""
         bare = bare[self.peer[bare] != 0]
-        swa = self.peer[bare] // self.page_size
-        self._point(bare, None)
-        self.fill[full] = 0
-        if self.queue is None:
-            self.full.push(full)
-            self.swa.push(swa)
-        else:
-            self.queue.append((full, swa))
+        empty, waits = (full, bare) if left is None else (full[left == 0], full)
+        unwritten = self.unwritten[waits]
+        self.edit(
+            fill=(full, 0 if left is None else left),
+            unwritten=(waits, 0 if left is None else np.minimum(unwritten, left)) if unwritten.any() else None,
+            peers=(bare, None),
+            freed=(empty, self.peer[bare] // self.page_size),
+        )
 
-    def _point(self, pages: Ints, swa: Ints | None) -> None:
-        """Map full pages to SWA pages, or to none: the first step of a call, as a device may refuse the edit."""
-        if not pages.size:
+    def undo(self, mark: int = 0) -> None:
+        """Take back what the journal has from entry `mark` on. To be called again where it was interrupted."""
+        while len(self.journal) > mark:
+            self.journal[-1]()
+            self.journal.pop()
+
+    def _remember(self, changes: list[tuple[np.ndarray[Any, Any], Any, Any]], mapped: Ints = NO_PAGES) -> None:
+        """Enter what takes `changes`, at places of arrays, and those of the free lists back."""
+        old = [(array, at, np.array(array[at])) for array, at, _ in changes]
+        full_top, swa_top, queue, queued = self.full.top, self.swa.top, self.queue, len(self.queue or ())
+
+        def undo() -> None:
+            for array, at, value in old:
+                array[at] = value
+            self.full.top, self.swa.top, self.queue = full_top, swa_top, queue
+            if queue is not None:
+                del queue[queued:]
+            if mapped.size:
+                self._patch(mapped, self._map[mapped], undoes=True)
+
+        self.journal.append(undo)
+
+    def _patch(self, pages: Ints, rows: Ints, undoes: bool = False) -> None:
+        """Tell the device's copy of the mapping, before anything else changes. What it raises refuses the edit."""
+        if self.on_patch is None:
             return
-        values = np.zeros(pages.size * self.page_size, np.int64) if swa is None else self.slots_of(swa)
-        if self.on_patch is not None:
-            self.on_patch(self.slots_of(pages), values)
-        self._map[pages] = values.reshape(-1, self.page_size)
+        try:
+            self.on_patch(self.slots_of(pages), rows.ravel())
+        except Exception:
+            if not undoes:  # there is nothing to take back; what interrupts a patch leaves that to the journal
+                self.journal.pop()
+            raise
+
+    def _rows_of(self, pages: Ints) -> Ints:
+        """The slots `[n, page_size]` of pages of either side."""
+        return pages[:, None] * self.page_size + self._offsets
 
     def slots_of(self, pages: Ints) -> Ints:
-        return (pages[:, None] * self.page_size + self._offsets).ravel()
+        return self._rows_of(pages).ravel()
 
-    # next_free, take and put_back of one page of one slot, in scalars: 5 µs together, a tenth of what arrays take
+    # next_free and edit of one page of one slot, in scalars: a tenth of what arrays take
 
     @property
     def takes_scalars(self) -> bool:
@@ -88,36 +154,60 @@ class HybridPages:
 
     def take_one(self) -> Ints:
         page, swa = self.next_free(1, int(self.has_swa))
-        self.full.top -= 1
-        self.swa.top -= swa.size
-        self.fill[page[0]] = 1
+        at, full_top, swa_top = page[0], self.full.top, self.swa.top
+
+        def undo() -> None:
+            self.full.top, self.swa.top = full_top, swa_top
+            self.fill[at] = self.mapping[at] = 0
+
+        self.journal.append(undo)
+        self.full.top = full_top - 1
+        self.fill[at] = 1
         if self.has_swa:
-            self.mapping[page[0]] = swa[0]
+            self.swa.top = swa_top - 1
+            self.mapping[at] = swa[0]
         return page
 
     def put_back_one(self, page: int) -> None:
-        self.fill[page] = 0
-        self.full.push_one(page)
-        if swa := self.mapping[page]:
+        full, swa, peer, unwritten = self.full, self.swa, self.mapping[page], self.unwritten[page]
+        full_top, full_page = full.top, full.stack[full.top]
+        swa_top, swa_page = swa.top, swa.stack[swa.top] if peer else 0
+
+        def undo() -> None:
+            full.top, full.stack[full_top] = full_top, full_page
+            self.fill[page], self.mapping[page], self.unwritten[page] = 1, peer, unwritten
+            if peer:
+                swa.top, swa.stack[swa_top] = swa_top, swa_page
+
+        self.journal.append(undo)
+        self.fill[page] = self.unwritten[page] = 0
+        full.push_one(page)
+        if peer:
             self.mapping[page] = 0
-            self.swa.push_one(swa)
+            swa.push_one(peer)
 
     def open_group(self) -> None:
         """Keep what is put back from the free lists until `close_group`."""
         self.queue = []
 
     def close_group(self) -> None:
-        queue, self.queue = self.queue or [], None
-        for full, swa in queue:
-            self.full.push(full)
-            self.swa.push(swa)
+        queue = self.queue or []
+        self._remember([])
+        self.queue = None
+        full, swa = (np.concatenate([NO_PAGES, *(pages[side] for pages in reversed(queue))]) for side in (0, 1))
+        self.edit(freed=(full, swa))
 
     def clear(self) -> None:
         """All pages free, in the initial order."""
-        self._point(np.flatnonzero(self.peer), None)
+        arrays = (self.fill, self.unwritten, self.full.stack, self.swa.stack, self._map)
+        mapped = np.flatnonzero(self.peer)
+        self._remember([(array, slice(None), None) for array in arrays], mapped)
+        if mapped.size:
+            self._patch(mapped, np.zeros((mapped.size, self.page_size), np.int64))
+        self._map[:] = 0
         self.full.reset()
         self.swa.reset()
-        self.fill[:] = 0
+        self.fill[:] = self.unwritten[:] = 0
         self.queue = None if self.queue is None else []
 
     def check_integrity(self) -> None:
@@ -132,6 +222,8 @@ class HybridPages:
                 raise IntegrityError(f"{side.name} side: a page is not free, owned or queued exactly once")
         if (self.fill > page).any():
             raise IntegrityError("full side: more slots are handed out of a page than it has")
+        if (self.unwritten > np.where(peer != 0, self.fill, 0)).any():
+            raise IntegrityError("full side: more slots wait for SWA bytes than a page with a peer has handed out")
         if self.mapping[-1] != -1 or peer[self.fill == 0].any():
             raise IntegrityError("mapping: the last entry is not -1, or a page not handed out has a peer")
         whole = np.where(peer[:, None] != 0, self.slots_of(peer // page).reshape(-1, page), 0)

@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch as modes
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
 from portakv.arguments import require_bool, require_index_dtype
+from portakv.arrays import as_ints
 from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, SLOT_OPS, Structure
 from portakv.groups import Layer, allocate_group, allocate_slots, check_kernels, fit_sizes, name_rows, plan_groups
@@ -96,8 +97,11 @@ class HybridKVPool:
             allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
         )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
+        self._stores_swa = any(group.side == "swa" for group in self.groups)
         self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
-        self._planner = ReadPlanner(self.layers, self._readable, self.full_to_swa, self._faults, self._kernel)
+        self._planner = ReadPlanner(
+            self.layers, self._readable, self.full_to_swa, self._faults, self._kernel, self.allocator
+        )
 
     @classmethod
     def fit(
@@ -337,7 +341,7 @@ class HybridKVPool:
             raise ValueError(f"src: expected {tgt.shape[0]} slots as in tgt, got {src.shape[0]}")
         to, source = self.plan_write(tgt), self.plan_write(src)
         if self._checking():
-            checks.check_distinct("tgt", to.loc, self.page_size)
+            checks.check_move(to.loc, source.loc, self.allocator, self._stores_swa)
         for group in self.groups:
             write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
             group.kernel("move_kv", group.raw)(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
@@ -345,26 +349,36 @@ class HybridKVPool:
     def copy_to_host(self, slots: Tensor) -> HostCopy:
         """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.
 
-        Raises `SlotOwnership` for a slot that is not handed out.
+        Raises `SlotOwnership` for a slot that is not handed out, and `ValueError` for slots whose copy could not be
+        loaded again: a token without SWA bytes follows live ones in a page, counted from the first slot.
         """
         self.allocator.require_owned(slots)
         live = self.allocator.is_live(slots)
+        transfer.check_pages("slots", live, self.page_size)
         return transfer.copy_to_host(self.groups, self.plan_write(slots), live, self._faults)
 
     def load_from_host(self, copy: HostCopy, slots: Tensor | None = None) -> Tensor:
         """Allocate slots for a host copy and fill them; tokens whose SWA side was gone stay without one.
 
         Returns the full slots. With `slots`, as of a pool that shares them and was loaded first, those are filled and
-        nothing is allocated. Raises `OutOfSlots`, `SlotOwnership`, or `ValueError` where formats or scales differ.
+        nothing is allocated; they have SWA peers where the copy has SWA bytes, and live ones nowhere else. Raises
+        `OutOfSlots`, `SlotFault` for a slot that stands twice, `SlotOwnership`, or `ValueError` where formats or scales
+        differ.
         """
-        to = transfer.slots_for(self.groups, copy, self.allocator, slots)
-        try:
-            transfer.load_from_host(self.groups, copy, self.plan_write(to), self._faults)
-        except BaseException:
+        transfer.check_copy(self.groups, copy, slots)
+
+        def load() -> Tensor:
             if slots is None:
-                self.allocator.free(to)
-            raise
-        return to
+                to = transfer.take_slots(copy, self.allocator)
+            else:
+                checks.check_load(slots, copy.live if self._stores_swa else None, self.allocator)
+                to = slots
+            transfer.load_from_host(self.groups, copy, self.plan_write(to), self._faults)
+            if slots is None or self._stores_swa:
+                self.allocator.mark_written(as_ints("slots", to)[copy.live])
+            return to
+
+        return self.allocator.atomically(load)
 
     def describe(self) -> tuple[transfer.GroupDescription, ...]:
         """Each layer group as a transfer engine needs it: geometry, item bytes, id space, buffers."""

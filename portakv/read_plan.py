@@ -13,10 +13,11 @@ from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
 from portakv import dispatch
+from portakv.allocator import HybridSlotAllocator
 from portakv.arguments import require_plain, shown
-from portakv.arrays import Ints, as_int, require
+from portakv.arrays import Bools, Ints, as_int, require
 from portakv.consumers import MOST, PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
-from portakv.errors import SlotFault
+from portakv.errors import SlotFault, SlotOwnership
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
 from portakv.groups import Layer
 from portakv.layers import LayerSpec
@@ -86,7 +87,9 @@ class ReadPlanner:
         mapping: Tensor,
         faults: Tensor,
         kernel: Callable[[str], Callable[..., None]],
+        allocator: HybridSlotAllocator,
     ) -> None:
+        self._allocator = allocator
         keys = [("swa" if stored[i].on_swa else "full", spec.window) for i, spec in enumerate(layers)]
         self.keys = tuple(dict.fromkeys(keys))
         self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
@@ -243,8 +246,40 @@ class ReadPlanner:
         if measured is None:
             _check_values(known, complete, num_rows, bounds[0], max_query_len)
         elif check:
-            _check_slots(table, known["req_rows"], known["seq_lens"] + known.get("extra_lens", 0), self._num_slots)
+            self._check_slots(table, known, bounds[-1])
         return size, self._place(columns, known, size), measured
+
+    def _check_slots(self, table: Tensor, known: Mapping[str, Ints], formats: Sequence[ReadFormat]) -> None:
+        """Raise for a slot that the plan would name and that is past the last one, free, without SWA bytes, or in
+        another place of its page than its position; PAD, the reserved page and negative slots are padding."""
+        require_plain("req_to_token", table)
+        rows, end = known["req_rows"], known["seq_lens"] + known.get("extra_lens", 0)
+        first = end - known.get("query_lens", 1)
+        taken = table[torch.from_numpy(rows).to(table.device), : int(end.max(initial=0))].cpu().numpy()
+        position, page = np.arange(taken.shape[1]), self._page_size
+
+        def refuse(bad: Bools, error: type[Exception], side: str, expected: str) -> None:
+            if bad.any():
+                b, p = np.unravel_index(int(bad.argmax()), bad.shape)
+                where = f"req_to_token[{rows[b]}, {p}] (request {b}, {side} side)"
+                raise error(f"{where}: expected {expected}, got {taken[b, p]}")
+
+        refuse(
+            (taken >= self._num_slots) & (position < end[:, None]), SlotFault, "full", f"a slot below {self._num_slots}"
+        )
+        real, slots = taken >= page, taken.ravel()
+        held, live = (ask(slots).reshape(taken.shape) for ask in (self._allocator.is_owned, self._allocator.is_live))
+        for (side, window), fmt in zip(self.keys, formats, strict=True):
+            begin = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0)
+            stop = first if fmt.prefix_only else end
+            named = real & (position >= begin[:, None]) & (position < stop[:, None])
+            refuse(named & ~held, SlotOwnership, side, "a slot that is handed out")
+            if side == "swa":
+                refuse(named & ~live, SlotOwnership, side, f"a slot with live SWA bytes inside a window of {window}")
+            if fmt.structure is PAGES:
+                begins = taken[:, position // page * page]
+                askew = (begins % page != 0) | (taken != begins + position % page)
+                refuse(named & askew, ValueError, side, f"slots that lie in pages of {page} as their positions do")
 
     def _place(self, columns: dict[str, Lengths], known: dict[str, Ints], size: int) -> list[Tensor | None]:
         """The columns as tensors of one dtype on the device; what comes from the host comes in one copy."""
@@ -355,17 +390,6 @@ def _bound(size: int, max_len: int, max_query_len: int, column_multiple: int, fo
             columns = min(max_len, reach + 1)
             shapes.append((size * max_query_len, -(-columns // column_multiple) * column_multiple))
     return shapes
-
-
-def _check_slots(table: Tensor, rows: Ints, end: Ints, num_slots: int) -> None:
-    """Raise `SlotFault` for a slot of a sequence that is past the last one."""
-    require_plain("req_to_token", table)
-    slots = table[torch.from_numpy(rows).to(table.device), : int(end.max(initial=0))].cpu().numpy()
-    over = (slots >= num_slots) & (np.arange(slots.shape[1]) < end[:, None])
-    if over.any():
-        b, position = np.unravel_index(int(over.argmax()), over.shape)
-        where = f"req_to_token[{rows[b]}, {position}]"
-        raise SlotFault(f"{where}: expected a slot below {num_slots}, got {slots[b, position]}")
 
 
 def _check_room(out: ReadPlan, size: int, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,15 @@ class HostCopy:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (*self.keys, *self.values, *self.scales))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as uint8 and their dtypes: torch pickles no fp8."""
+        tensors = ([(x.view(torch.uint8), x.dtype) for x in part] for part in (self.keys, self.values, self.scales))
+        return _unpickle, (self.live, self.tags, *tensors)
+
+
+def _unpickle(live: Any, tags: Any, *parts: list[tuple[torch.Tensor, torch.dtype]]) -> HostCopy:
+    return HostCopy(live, tags, *(tuple(x.view(dtype) for x, dtype in part) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +135,11 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
             store(k, v, group.k_caches[i], group.v_caches[i], loc, k_inv, v_inv, faults, group.raw)
 
 
-def slots_for(
-    groups: Sequence[LayerGroup], copy: HostCopy, allocator: HybridSlotAllocator, slots: torch.Tensor | None
-) -> torch.Tensor:
-    """Full slots for the tokens of `copy`, handed out already or new, with SWA peers where it has them."""
-    check_copy(groups, copy, slots)
-    if slots is not None:
-        allocator.require_owned(slots)
-        return slots
-    check_pages(copy, allocator.page_size)
+def take_slots(copy: HostCopy, allocator: HybridSlotAllocator) -> torch.Tensor:
+    """New full slots for the tokens of `copy`, with SWA peers, which wait for their bytes, where it has them."""
+    check_pages("copy", copy.live, allocator.page_size)
     slots = allocator.alloc(len(copy.live), swa_tail=0)
-    try:
-        allocator.restore_swa(slots[torch.from_numpy(copy.live)])
-    except BaseException:
-        allocator.free(slots)
-        raise
+    allocator.restore_swa(slots[torch.from_numpy(copy.live)])
     return slots
 
 
@@ -182,12 +182,15 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
         raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
 
 
-def check_pages(copy: HostCopy, page_size: int) -> None:
-    """Raise `ValueError` if a page of the copy would be live in part: a page has an SWA peer whole or not at all."""
-    whole = copy.live[::page_size].repeat(page_size)[: len(copy.live)]
-    if (copy.live != whole).any():
-        at = int((copy.live != whole).argmax())
-        raise ValueError(f"copy: expected pages of {page_size} tokens live in whole or not, got a change at token {at}")
+def check_pages(name: str, live: npt.NDArray[np.bool_], page_size: int) -> None:
+    """Raise `ValueError` if tokens that lost their SWA bytes stand behind live ones of a page: such a page is neither
+    live nor gone."""
+    behind = live[:-1] & ~live[1:]
+    behind[page_size - 1 :: page_size] = False
+    if behind.any():
+        at = int(behind.argmax()) + 1
+        expected = f"expected no token without SWA bytes behind live ones in a page of {page_size}"
+        raise ValueError(f"{name}: {expected}, got one at token {at}")
 
 
 def _tags(groups: Sequence[LayerGroup]) -> tuple[tuple[str, str, int], ...]:

@@ -84,7 +84,7 @@ def test_a_swa_side_that_could_never_serve_a_request_is_refused_with_the_size_it
 @pytest.mark.parametrize("swa_size", [None, 100_000])
 def test_memory_stays_within_32_bytes_per_slot_with_a_device_copy_of_the_map(swa_size: int | None) -> None:
     a = HybridSlotAllocator(100_000, swa_size)
-    held = [a.mapping, a._pages.fill, a._pages.full.stack, a._pages.swa.stack]
+    held = [a.mapping, a._pages.fill, a._pages.unwritten, a._pages.full.stack, a._pages.swa.stack]
     assert a.nbytes == sum(array.nbytes for array in held)
     assert a.nbytes + a.mapping.nbytes < 32 * a.size
 

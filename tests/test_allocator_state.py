@@ -28,13 +28,14 @@ def snapshot(a: HybridSlotAllocator) -> tuple[Any, ...]:
     pages = a._pages
     stacks = [(side.top, side.stack.tobytes()) for side in (pages.full, pages.swa)]
     queue = None if pages.queue is None else [(f.tolist(), s.tolist()) for f, s in pages.queue]
-    return a.mapping.tobytes(), pages.fill.tobytes(), stacks, queue
+    return a.mapping.tobytes(), pages.fill.tobytes(), pages.unwritten.tobytes(), stacks, queue
 
 
 class Model(RuleBasedStateMachine):
     """Sequences are lists of slots, and `held` counts how many sequences share a page (a common prefix).
 
-    `fill` maps each handed-out full page to its number of slots, `peer` to its SWA page.
+    `fill` maps each handed-out full page to its number of slots, `peer` to its SWA page. `stale` are the slots whose
+    page got its peer after them.
     """
 
     page_size: int
@@ -58,6 +59,7 @@ class Model(RuleBasedStateMachine):
         self.fill: dict[int, int] = {}
         self.peer: dict[int, int] = {}
         self.held: dict[int, int] = {}
+        self.stale: set[int] = set()
         self.queued: dict[str, set[int]] = {"full": set(), "swa": set()}
         self.sequences: list[list[int]] = []
         self.group = ExitStack()
@@ -113,10 +115,12 @@ class Model(RuleBasedStateMachine):
                 assert swa in free_swa
                 free_swa.discard(swa)
                 self.peer[full] = swa
+                self.stale |= {slot for slot in sequence if slot // page == full} - set(slots)
 
     def drop_peers(self, pages: set[int]) -> None:
         for page in pages & self.peer.keys():
             swa = self.peer.pop(page)
+            self.stale = {slot for slot in self.stale if slot // self.page_size != page}
             if self.grouped:
                 self.queued["swa"].add(swa)
 
@@ -136,6 +140,9 @@ class Model(RuleBasedStateMachine):
 
     def slots_of(self, pages: set[int]) -> list[int]:
         return [p * self.page_size + i for p in sorted(pages) for i in range(self.fill[p])]
+
+    def is_live(self, slot: int) -> bool:
+        return slot // self.page_size in self.peer and slot not in self.stale
 
     def own(self, sequence: list[int]) -> bool:
         """Whether no other sequence shares the last page, so that it can grow or shrink."""
@@ -248,6 +255,7 @@ class Model(RuleBasedStateMachine):
         gone = {slot // self.page_size for slot in slots} - left
         for slot in slots:
             self.fill[slot // self.page_size] -= 1
+        self.stale -= set(slots)
         self.drop(gone)
         if not sequence:
             self.sequences.remove(sequence)
@@ -275,8 +283,18 @@ class Model(RuleBasedStateMachine):
             assert swa == self.a.mapping[slots].tolist()
             for page in bare:
                 self.peer[page] = int(self.a.mapping[page * self.page_size]) // self.page_size
+                self.stale |= {page * self.page_size + i for i in range(self.fill[page])}
             new = [self.peer[page] for page in bare]
             assert len(set(new)) == len(new) and set(new) <= free
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.stale))))
+        self.a.mark_written(slots)
+        for slot in sorted(slots, reverse=True):  # only behind what still waits
+            if not any(other // self.page_size == slot // self.page_size and other > slot for other in self.stale):
+                self.stale.discard(slot)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), before=st.integers(0, 3), first=st.booleans())
@@ -300,7 +318,7 @@ class Model(RuleBasedStateMachine):
         if len(self.sequences) < 4:
             return
         self.a.clear()
-        self.fill, self.peer, self.held, self.sequences = {}, {}, {}, []
+        self.fill, self.peer, self.held, self.stale, self.sequences = {}, {}, {}, set(), []
         self.queued = {"full": set(), "swa": set()}
 
     @rule()
@@ -344,7 +362,7 @@ class Model(RuleBasedStateMachine):
     def ask(self, data: st.DataObject) -> None:
         page = self.page_size
         window = data.draw(st.integers(1, 3 * page))
-        live = [slot // page in self.peer for s in self.sequences for slot in s]
+        live = [self.is_live(slot) for s in self.sequences for slot in s]
         assert self.a.is_live([slot for s in self.sequences for slot in s]).tolist() == live
         width = max(map(len, self.sequences), default=0) + 2
         table = np.full((len(self.sequences), width), -1)
@@ -354,7 +372,7 @@ class Model(RuleBasedStateMachine):
             good = [
                 n
                 for n in range(0, len(s) + 1, page)
-                if not self.has_swa or all(s[p] // page in self.peer for p in range(max(0, n - window + 1), n))
+                if not self.has_swa or all(map(self.is_live, s[max(0, n - window + 1) : n]))
             ]
             best.append(max(good))
         assert self.a.reusable_prefix(table, window).tolist() == best

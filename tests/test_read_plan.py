@@ -294,7 +294,10 @@ def test_every_row_sizes_its_buffers_alike(structure, page, monkeypatch):
                 shapes = [[read.indices.shape for read in plan.structures] for plan in (got, other)]
                 assert shapes[0] == shapes[1]
                 assert contents(got) == contents(other)
-    assert not any(count for pool in pools for count in pool.faults().values())
+    # The slots are nobody's: every window key that is not padding is a fault, on each row as often.
+    counts = [pool.faults() for pool in pools]
+    assert counts[0]["build_read"] > 0
+    assert all(count == counts[0] for count in counts)
 
 
 @pytest.mark.parametrize("consumer", ["flashmla", "deepseek_v4"])

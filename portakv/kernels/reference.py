@@ -149,8 +149,9 @@ def build_read(
     - QUERY_ROWS: `out [n, columns]`, the row of query i of sequence b stands after those of the sequences before, and
       names the keys from `max(0, p - window + 1)` to its own position p; `lens` and `starts` tell of rows too.
 
-    Slots PAD and below and tokens without a peer become `fmt.pad`, and so does, as a fault, a slot past the last. One
-    fault each: a sequence whose row `table` does not have (it is empty), one with more keys than C (it ends at C), one
+    Slots PAD and below become `fmt.pad`; so do, each as a fault, a slot past the last, one past the reserved page that
+    `mapping` has no peer for, and a page's first slot that is not at a multiple of the page size. One fault each: a
+    sequence whose row `table` does not have (it is empty), one with more keys than C (it ends at C), one
     whose query rows `out` cannot hold, and each row or ragged sequence that is cut because `out` is too small. A slot
     or page that int32 cannot hold becomes `fmt.pad` and a fault of `cast_loc`. A negative length is 0.
     """
@@ -212,8 +213,14 @@ def build_read(
         slot = torch.full_like(position, PAD)
     _count(faults, "build_read", ok & (slot >= num_slots))
     slot = torch.where(ok & (slot < num_slots), slot, PAD).clamp(min=PAD)
+    if step > 1:
+        askew = (slot >= fmt.page_size) & (slot % step != 0)
+        _count(faults, "build_read", askew)
+        slot = torch.where(askew, PAD, slot)
     if mapping is not None:
-        slot = mapping[slot]
+        peer = mapping[slot]
+        _count(faults, "build_read", (slot >= fmt.page_size) & (peer <= PAD))
+        slot = peer
     ok = slot > PAD
     value = slot // step
     if out.dtype == torch.int32:

@@ -85,7 +85,7 @@ def launch(
         (
             *(int(mapping is not None), int(fmt.prefix_only)),
             *(batch, 0 if extra_lens is None else batch, 0 if query_lens is None else batch),
-            *(num_requests, width, lines, places, num_slots, step, fmt.pad),
+            *(num_requests, width, lines, places, num_slots, fmt.page_size, step, fmt.pad),
             width + 1 if fmt.window is None else min(fmt.window, width + 1),
             *(table.stride(0), *(x.stride(0) for x in lengths), out.stride(0)),
         ),
@@ -157,6 +157,7 @@ def kernel(
     num_lines,
     num_places,
     num_slots,
+    reserved,
     step,
     pad,
     window,
@@ -273,11 +274,18 @@ def kernel(
         live = column < entries
         place = column if RAGGED or PER_QUERY else column * step
         slot = tl.load(slots + place, mask=live, other=0).to(tl.int64)
-        count_faults(faults + FAULT, slot >= num_slots)
+        lost = slot >= num_slots
         named_here = (slot > 0) & (slot < num_slots)
+        held = named_here & (slot >= reserved)
+        if not (RAGGED or PER_QUERY) and step != 1:
+            askew = held & (slot % step != 0)
+            lost = lost | askew
+            named_here = named_here & (askew == 0)
         if has_mapping != 0:
             slot = tl.load(mapping + slot, mask=named_here, other=0)
+            lost = lost | (held & named_here & (slot <= 0))
             named_here = named_here & (slot > 0)
+        count_faults(faults + FAULT, lost)
         if not (RAGGED or PER_QUERY) and step != 1:
             slot = slot // step
         if out.dtype.element_ty == tl.int32:

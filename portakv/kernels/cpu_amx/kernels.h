@@ -92,6 +92,7 @@ struct ReadLine {
 struct ReadJob {
     const int64_t* mapping;  // null: slots stay what they are
     int64_t num_slots;
+    int64_t reserved;
     const char* table;
     bool table_wide;
     char* out;

@@ -183,6 +183,7 @@ void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handl
     if (room == 0) return;
 
     job.num_slots = num_slots;
+    job.reserved = f.page_size;
     job.table = slots.data;
     job.table_wide = slots.dtype == DType::i64;
     job.out = to.data;

@@ -10,6 +10,7 @@ namespace {
 struct Reading {
     const int64_t* mapping;
     int64_t num_slots;
+    int64_t reserved;  // slots below stand for nothing and have no peer
     int64_t pad;
     int64_t step;
     int shift;  // of a division by `step`, -1 where that is no power of two
@@ -21,13 +22,22 @@ struct Reading {
 // and gives the padding, so that the loop has no branch.
 template <class In, class To, bool Mapped, bool Paged>
 void name_slots(Reading& r, const In* from, To* to, int64_t n) {
-    int64_t over = 0, unfit = 0, num_slots = r.num_slots, pad = r.pad, step = Paged ? r.step : 1;
+    int64_t over = 0, unfit = 0, num_slots = r.num_slots, reserved = r.reserved, pad = r.pad, step = Paged ? r.step : 1;
     const int64_t* mapping = r.mapping;
     for (int64_t i = 0; i < n; ++i) {
         int64_t slot = from[i * step];
         over += slot >= num_slots;
         slot = (slot > 0) & (slot < num_slots) ? slot : 0;
-        if (Mapped) slot = mapping[slot];
+        if (Paged) {
+            bool askew = slot >= reserved && (r.shift >= 0 ? slot & (step - 1) : slot % step);
+            over += askew;
+            slot = askew ? 0 : slot;
+        }
+        if (Mapped) {
+            int64_t peer = mapping[slot];
+            over += (slot >= reserved) & (peer <= 0);
+            slot = peer;
+        }
         bool named = slot > 0;
         if (Paged) slot = r.shift >= 0 ? slot >> r.shift : slot / step;
         if (sizeof(To) == 4) {
@@ -87,7 +97,7 @@ void read(const ReadJob& job) {
 #pragma omp parallel for schedule(dynamic) reduction(+ : over, unfit) num_threads(job.threads) if (job.threads > 1)
 #endif
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        Reading r{job.mapping, job.num_slots, job.pad, job.step, shift, 0, 0};
+        Reading r{job.mapping, job.num_slots, job.reserved, job.pad, job.step, shift, 0, 0};
         int64_t at = chunk * size, end = at + size < job.places ? at + size : job.places;
         for (int64_t i = line_at(job, at); at < end; ++i) {
             const ReadLine& line = job.lines[i];
