@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch, read_plan
 from portakv import device as devices
 from portakv.check import capture
+from portakv.errors import SlotOwnership
 from portakv.formats import SLOT_OPS, KVFormat
 
 Tensor = torch.Tensor
@@ -804,3 +805,95 @@ def test_a_draft_on_shared_slots_reads_like_its_target(device, kernels):
     for b, (row, n) in enumerate(zip(world.rows.tolist(), world.lengths, strict=True)):
         first = max(n - 5, 0) // 4 * 4
         assert plain.indices[b, : -(-(n - first) // 4)].tolist() == (world.host_table[row, first:n:4] // 4).tolist()
+
+
+# What nobody holds is not read in silence
+
+
+class Sharers:
+    """Two requests that share a prefix of two pages; each has two pages more."""
+
+    def __init__(self, device: torch.device, kernels: Any, check: bool, page: int = 4) -> None:
+        layers = [LayerSpec(None, 1, 8), LayerSpec(6, 1, 8)]
+        options = {"size": 64, "swa_size": 64, "page_size": page, "device": device, "kernels": kernels, "check": check}
+        self.pool = HybridKVPool(layers, **options)
+        self.prefix = self.pool.allocator.alloc(2 * page)
+        own = [self.pool.allocator.alloc(2 * page) for _ in range(2)]
+        self.host = torch.stack([torch.cat((self.prefix, x)) for x in own])
+        self.rows = torch.arange(2, device=device)
+
+    def plan(self, lens: list[int], **options: Any) -> ReadPlan:
+        return self.pool.plan_read(self.host.to(self.pool.device), self.rows, torch.tensor(lens), **options)
+
+    def faults(self) -> int:
+        return self.pool.faults(clear=True)["build_read"]
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_a_window_key_that_another_sharer_let_go_is_a_fault(device, kernels, structure):
+    for check in (False, True):
+        w = Sharers(device, kernels, check)
+        w.plan([16, 10], structure=structure)
+        w.pool.allocator.evict_swa(w.host, [0], [0], [16])  # the faster one's query
+        w.plan([16, 16], structure=structure)
+        assert w.faults() == 0
+        if check:
+            place = (
+                r"req_to_token\[1, 4\] .request 1, swa side.: expected a slot with live SWA bytes inside a window of 6"
+            )
+            with pytest.raises(SlotOwnership, match=place):
+                w.plan([16, 10], structure=structure)
+        else:
+            w.plan([16, 10], structure=structure)  # keys 4 to 7 of the slower one, or their page
+            assert w.faults() == (1 if structure is Structure.PAGES else 4)
+        w.plan([16, 14], structure=structure)
+        assert w.faults() == 0
+
+
+@pytest.mark.parametrize("structure", Structure)
+def test_a_plan_over_a_freed_sequence_is_refused(device, kernels, structure):
+    w = Sharers(device, kernels, check=True)
+    w.pool.allocator.free(w.host[1, 8:])
+    for lens, place in (([16, 9], "1, 8"), ([16, 16], "1, 8")):
+        with pytest.raises(
+            SlotOwnership, match=rf"req_to_token\[{place}\] .request 1, full side.: expected a slot that is"
+        ):
+            w.plan(lens, structure=structure)
+    w.plan([16, 8], structure=structure)
+    w.plan([16, 9], structure=structure, prefix_only=True)
+    w.host[1, 8:] = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1])  # padding is nobody's
+    w.plan([16, 16], structure=structure)
+    assert w.faults() == 0
+    unchecked = Sharers(device, kernels, check=False)
+    unchecked.pool.allocator.free(unchecked.host[1, 8:])
+    unchecked.plan([16, 16], structure=structure)
+    assert unchecked.faults() >= (2 if structure is Structure.PAGES else 6)
+
+
+def test_a_window_key_whose_peer_waits_for_bytes_is_refused(device, kernels):
+    w = Sharers(device, kernels, check=True)
+    w.pool.allocator.free_swa(w.host[0, 8:12])
+    w.pool.allocator.restore_swa(w.host[0, 8:12])
+    with pytest.raises(SlotOwnership, match=r"req_to_token\[0, 10\] .request 0, swa side"):
+        w.plan([16, 16])
+    w.pool.allocator.mark_written(w.host[0, 8:12])
+    w.plan([16, 16])
+
+
+def test_page_tables_of_slots_out_of_step_with_positions(device, kernels):
+    for check in (False, True):
+        w = Sharers(device, kernels, check)
+        copy = w.pool.copy_to_host(w.host[0, 6:])
+        w.host[0, 6:] = w.pool.load_from_host(copy)  # pages begin at position 6
+        for structure in (Structure.RAGGED, Structure.ROWS, Structure.QUERY_ROWS):
+            w.plan([16, 16], structure=structure)
+        assert w.faults() == 0
+        if check:
+            with pytest.raises(
+                ValueError, match=r"req_to_token\[0, 6\] .request 0, full side.: expected slots that lie"
+            ):
+                w.plan([16, 16], structure=Structure.PAGES)
+        else:
+            plan = w.plan([16, 16], structure=Structure.PAGES, pad=-1)
+            assert plan.for_layer(0).indices[0].tolist()[2:] == [-1, -1]
+            assert w.faults() == 2 + 2  # of either side

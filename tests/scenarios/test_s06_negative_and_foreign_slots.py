@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import KVWriteLoc, LayerSpec, SlotFault
+from portakv import KVWriteLoc, LayerSpec, SlotFault, SlotOwnership
 from portakv.formats import FAULT_KINDS
 
 LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16)]
@@ -149,3 +149,40 @@ def test_a_slot_twice_gets_one_whole_row(make_pool, page, layer, unchanged):
     with unchanged(checked), pytest.raises(SlotFault, match=r"expected each slot once, got slot \d+ twice"):
         checked.set_kv_buffer(layer, where, y, y)
     checked.set_kv_buffer(0, locations(checked, [0, 0, -1, -1]), y, y)
+
+
+def test_checked_moves_take_slots_that_are_held_and_have_the_same_sides(make_pool, unchanged):
+    pool = make_pool([LayerSpec(None, 1, 8), LayerSpec(4, 1, 8)], size=64, swa_size=64, page_size=4, check=True)
+    a, b, freed = (pool.allocator.alloc(4) for _ in range(3))
+    dead = pool.allocator.alloc(4, swa_tail=0)
+    restored = pool.allocator.alloc(4, swa_tail=0)
+    pool.allocator.restore_swa(restored)
+    pool.allocator.free(freed)
+    pad, skipped = torch.zeros(4, dtype=torch.int64), torch.full((4,), -1)
+    for tgt, src, message in (
+        (freed, a, r"tgt\[0\]: expected a handed-out slot"),
+        (a, freed, r"src\[0\]: expected a handed-out slot"),
+        (a, pad, r"src\[0\]: expected a handed-out slot"),
+        (a, dead, r"src\[0\]: expected a slot with live SWA bytes"),
+        (a, restored, r"src\[0\]: expected a slot with live SWA bytes"),
+        (dead, a, r"tgt\[0\]: expected a slot with an SWA peer"),
+    ):
+        with unchanged(pool), pytest.raises(SlotOwnership, match=message):
+            pool.move_kv_cache(tgt, src)
+    with unchanged(pool):
+        for tgt, src in ((pad, a), (skipped, a), (a, skipped), (pad, freed)):
+            pool.move_kv_cache(tgt, src)
+    pool.move_kv_cache(a, b)
+    pool.move_kv_cache(restored, a)
+    one_side = make_pool([LayerSpec(None, 1, 8)], size=64, swa_size=64, page_size=4, slots_of=pool, check=True)
+    one_side.move_kv_cache(a, dead)  # it has no SWA bytes
+
+
+def test_checked_stores_of_windowed_layers_refuse_freed_slots(make_pool, unchanged):
+    pool = make_pool([LayerSpec(4, 1, 8)], size=64, swa_size=64, page_size=4, check=True)
+    loc, row = pool.allocator.alloc(4), torch.zeros(4, 1, 8, device=pool.device)
+    pool.allocator.free(loc)
+    write_loc = pool.plan_write(loc)
+    with unchanged(pool), pytest.raises(SlotOwnership, match=r"loc\[0\]: expected a handed-out slot"):
+        pool.set_kv_buffer(0, write_loc, row, row)
+    pool.set_kv_buffer(0, pool.plan_write(pool.allocator.alloc(4, swa_tail=0)), row, row)  # held, without a peer

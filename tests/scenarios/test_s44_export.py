@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from copy import deepcopy
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
-from portakv import LayerSpec, OutOfSlots, SlotOwnership
+from portakv import LayerSpec, OutOfSlots, SlotFault, SlotOwnership
 
 FULL, SWA = LayerSpec(None, 2, 16, 24), LayerSpec(8, 1, 8)
 KINDS = {
@@ -80,16 +83,106 @@ def test_round_trip(make_pool, kind, page):
     assert not any(pool.faults().values())
 
 
-def test_a_sequence_that_begins_inside_a_page(make_pool, unchanged):
-    """A page is mapped whole: live tokens that begin inside one would revive dead ones over garbage."""
-    pool = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4)
+def test_a_sequence_that_begins_inside_a_page(make_pool):
+    """A page is mapped whole, but its dead tokens do not come back live over garbage."""
+    pool = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4, check=True)
     slots = pool.allocator.alloc(16)
-    fill(pool, slots)
+    rows = fill(pool, slots)
     pool.allocator.free_swa(slots[:8])
     copy = pool.copy_to_host(slots[6:])
-    assert copy.live.tolist() == [False] * 2 + [True] * 8
-    with unchanged(pool), pytest.raises(ValueError, match="copy: expected pages of 4 tokens"):
-        pool.load_from_host(copy)
+    live = [False] * 2 + [True] * 8
+    assert copy.live.tolist() == live
+    pool.allocator.free(slots)
+    fill(pool, pool.allocator.alloc(16))
+    back = pool.load_from_host(copy)
+    assert pool.allocator.is_live(back).tolist() == live
+    for layer, dead in ((0, 0), (1, 2)):
+        for a, b in zip(read(pool, back)[layer], rows[layer], strict=True):
+            assert torch.equal(a[dead:], b[6 + dead :])
+    assert pool.copy_to_host(back).live.tolist() == live
+
+
+def test_a_copy_that_could_not_be_loaded_is_not_made(make_pool, unchanged):
+    """A page that is live in front and dead behind cannot be mapped."""
+    pool = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4)
+    slots = pool.allocator.alloc(16)
+    pool.allocator.free_swa(slots[4:8])
+    pool.copy_to_host(slots)
+    with (
+        unchanged(pool),
+        pytest.raises(ValueError, match="slots: expected no token without SWA bytes behind live ones"),
+    ):
+        pool.copy_to_host(slots[2:])
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_slots_that_a_copy_fills_have_swa_bytes_where_it_has(make_pool, unchanged, check):
+    """A draft's copy beside its target's, with an eviction between the two."""
+    pool = make_pool([FULL, SWA], size=64, swa_size=48, check=check)
+    draft = make_pool([SWA], size=64, swa_size=48, slots_of=pool, check=check)
+    slots = pool.allocator.alloc(12)
+    fill(pool, slots), fill(draft, slots)
+    early = pool.copy_to_host(slots), draft.copy_to_host(slots)
+    pool.allocator.free_swa(slots[:4])
+    late = pool.copy_to_host(slots), draft.copy_to_host(slots)
+    pool.allocator.free(slots)
+    for first, second, expected in (
+        (early, late, "a slot without live SWA bytes for a token that was copied without"),
+        (late, early, "a slot with an SWA peer for a token that was copied with one"),
+    ):
+        back = pool.load_from_host(first[0])
+        with unchanged(pool, draft), pytest.raises(SlotOwnership, match=rf"slots\[0\]: expected {expected}"):
+            draft.load_from_host(second[1], back)
+        draft.load_from_host(first[1], back)
+        twice = back.clone()
+        twice[7] = twice[9]
+        with unchanged(pool, draft), pytest.raises(SlotFault, match="slots: expected each slot once"):
+            draft.load_from_host(first[1], twice)
+        pool.allocator.free(back)
+    # A draft without windows has no SWA bytes to lose.
+    plain = make_pool([FULL], size=64, swa_size=48, slots_of=pool, check=check)
+    back = pool.load_from_host(early[0])
+    copy = plain.copy_to_host(back)
+    pool.allocator.free_swa(back[:4])
+    plain.load_from_host(copy, back)
+    assert pool.allocator.is_live(back).tolist() == [False] * 4 + [True] * 8
+
+
+def test_restored_slots_may_be_loaded(make_pool):
+    pool = make_pool([FULL, SWA], size=64, swa_size=48, page_size=4, check=True)
+    slots = pool.allocator.alloc(12)
+    rows, copy = fill(pool, slots), pool.copy_to_host(slots)
+    pool.allocator.free_swa(slots)
+    fill(pool, pool.allocator.alloc(12))
+    pool.allocator.restore_swa(slots)
+    assert not pool.allocator.is_live(slots).any()
+    pool.load_from_host(copy, slots)
+    assert pool.allocator.is_live(slots).all()
+    assert all(map(torch.equal, chain(*read(pool, slots)), chain(*rows)))
+
+
+def test_a_load_without_room_in_a_group_of_frees_changes_nothing(make_pool, unchanged):
+    pool = make_pool([FULL, SWA], size=64, swa_size=32, page_size=4)
+    slots = pool.allocator.alloc(16)
+    copy = pool.copy_to_host(slots)
+    with pool.allocator.group_frees():
+        pool.allocator.free(slots)
+        other = pool.allocator.alloc(12)
+        for _ in range(2):
+            with unchanged(pool), pytest.raises(OutOfSlots) as error:
+                pool.load_from_host(copy)
+            assert (error.value.side, error.value.free) == ("swa", 4)
+    assert pool.allocator.available() == 64 - len(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2fnuz])
+def test_a_copy_crosses_processes(make_pool, dtype):
+    pool = make_pool([FULL, SWA], size=64, swa_size=32, dtype=dtype)
+    slots = pool.allocator.alloc(5)
+    rows, copy = fill(pool, slots), pool.copy_to_host(slots)
+    for other in (pickle.loads(pickle.dumps(copy)), deepcopy(copy)):
+        back = pool.load_from_host(other)
+        assert all(map(torch.equal, chain(*read(pool, back)), chain(*rows)))
 
 
 def test_a_copy_goes_to_pools_of_another_page_size(make_pool, unchanged):
@@ -105,9 +198,9 @@ def test_a_copy_goes_to_pools_of_another_page_size(make_pool, unchanged):
             assert torch.equal(a[dead:], b[dead:])
     assert target.allocator.is_live(back).tolist() == [False] * 4 + [True] * 12
 
-    source.allocator.free_swa(slots[4:7])
+    source.allocator.free_swa(slots[6:7])
     copy = source.copy_to_host(slots)
-    with unchanged(target), pytest.raises(ValueError, match="copy: expected pages of 4 tokens"):
+    with unchanged(target), pytest.raises(ValueError, match="copy: expected no token without SWA bytes behind live"):
         target.load_from_host(copy)
 
 
