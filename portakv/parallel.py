@@ -23,7 +23,6 @@ from portakv.arrays import Ints, IntsLike, as_int, as_ints, ranges, require
 from portakv.errors import MissingSwaLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
 from portakv.groups import Layer
-from portakv.kernels.reference import named_again
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc, WriteLoc, require_location
 
@@ -144,7 +143,8 @@ def cp_allgather_and_save_kv(
     then; None is the default group.
 
     Rows travel in their own dtype and byte for byte, and rank order is undone by the order of the locations, so every
-    rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch, the last token's where a slot is named twice.
+    rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch: the last token's where a slot is named
+    twice.
 
     Raises as `set_kv_buffer` does. A rank whose arguments are refused still takes part, and every other rank raises
     `ValueError`; nothing is written then. To know that, a pool on an accelerator would have to wait for each gather: it
@@ -186,10 +186,12 @@ def cp_allgather_and_save_kv(
 
 
 def _keep_last(pool: HybridKVPool, slots: Tensor, num_rows: int) -> Tensor:
-    """-1 for a slot that a later token of the batch names again: ranks' rows arrive in another order. Checked mode keeps
-    it, to refuse it."""
+    """`slots` with -1 for one that a later token of the batch names again, as ranks' rows arrive in another order;
+    checked mode refuses it and gets it as it is."""
     if pool.check:
         return slots
+    from portakv.kernels.reference import named_again  # not at import, which loads no kernels
+
     lost = named_again(slots) & (slots >= pool.page_size) & (slots < num_rows)
     return torch.where(lost, -1, slots)
 

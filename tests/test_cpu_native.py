@@ -174,7 +174,7 @@ STORES = [op for op in TABLE if op.startswith(("store_kv", "move_kv"))]
 
 @pytest.mark.parametrize("op", STORES)
 def test_slots_named_many_times_hold_their_last_rows(isa: str, op: str) -> None:
-    """Every layout, dtype and way rows lie, on one thread and several; the reference, which sorts slots, is the oracle."""
+    """In every layout, dtype and way rows lie, on one thread and several."""
     before, rng = torch.get_num_threads(), random.Random(isa + op)
     for case in [case for case in testing.cases(op) if case.tokens > 2]:
         want, got = testing.build(case), testing.build(case)

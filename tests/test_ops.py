@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from collections.abc import Iterator
 
 import pytest

@@ -5,8 +5,8 @@ Slots are 1-D int32 or int64. A negative slot is skipped; one past the last row 
 
 The same slot twice in one store or move is an error in checked mode. Otherwise that slot, and no other, holds one whole
 row on CPUs and in the reference: the last of them, all of K and V, values and scales, in every layout. On GPUs each
-element of that slot (in FlashMLA's layouts each byte) is of one of the rows named for it, but heads, K and V, neighbours
-or a block's values and scale may be of different ones. PAD and negatives may repeat.
+element of that slot (in FlashMLA's layouts each byte) is of one of the rows named for it, but heads, K and V,
+neighbours or a block's values and scale may be of different ones. PAD and negatives may repeat.
 """
 
 from __future__ import annotations
@@ -376,8 +376,8 @@ def readable_slots(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple
 
 
 def writable_slots(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
-    """As `readable_slots`, without the reserved page and tokens whose slot a later one names again: a skipped write puts
-    PAD's own bytes back, and needs no sync."""
+    """As `readable_slots`, without the reserved page and without tokens whose slot a later one names again: a skipped
+    write puts PAD's own bytes back, and needs no sync."""
     slots, ok = readable_slots(loc, num_rows, faults, op)
     ok &= slots >= fmt.page_size
     ok &= ~named_again(torch.where(ok, slots, PAD))
