@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,14 +54,20 @@ def canary(size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | 
     return Buffer(storage.view(dtype), size, stride, margin)
 
 
-def compare(what: str, want: Buffer, have: Buffer) -> None:
-    """Raise `Mismatch` unless both allocations have the same bytes."""
-    a, b = want.storage.view(torch.uint8).cpu(), have.storage.view(torch.uint8).cpu()
-    if torch.equal(a, b):
+def compare(what: str, want: Buffer, have: Buffer, others: Sequence[Buffer] = ()) -> None:
+    """Raise `Mismatch` unless both allocations have the same bytes, or each element those of `want` or of one of
+    `others`."""
+    item = want.storage.dtype.itemsize
+    a, b, *more = (x.storage.view(torch.uint8).cpu().view(-1, item) for x in (want, have, *others))
+    wrong = (a != b).any(1)
+    for other in more:
+        wrong &= (other != b).any(1)
+    if not wrong.any():
         return
-    at = int((a != b).nonzero()[0])
-    element = at // want.storage.dtype.itemsize - want.offset
+    element = int(wrong.nonzero()[0])
+    at = int((a[element] != b[element]).nonzero()[0])
     raise Mismatch(
-        f"{what}: byte {at} (element {element} of {want.size} with strides {want.stride}): "
-        f"expected {int(a[at]):#04x}, got {int(b[at]):#04x}; {int((a != b).sum())} bytes differ"
+        f"{what}: byte {element * item + at} (element {element - want.offset} of {want.size} with strides "
+        f"{want.stride}): expected {int(a[element, at]):#04x}, got {int(b[element, at]):#04x}; "
+        f"{int((a != b)[wrong].sum())} bytes differ"
     )

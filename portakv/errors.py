@@ -42,7 +42,7 @@ class SlotOwnership(PortaKVError, ValueError):
 
 
 class SlotFault(PortaKVError):
-    """A slot out of range, or one written twice by one store (checked mode)."""
+    """A slot out of range, or one written twice by one store or move (checked mode)."""
 
 
 class MissingSwaLoc(PortaKVError):

@@ -118,9 +118,10 @@ def plan_zigzag_write(
     for r, part in enumerate(parts):
         order[r, 1 : 1 + part.size] = part
     index = devices.upload(torch.from_numpy(order).flatten(), pool.device)
+    rows = {g.side: g.num_rows for g in pool.groups}
     loc, swa_loc = (
-        None if slots is None else torch.cat((slots, slots.new_full((1,), -1)))[index]
-        for slots in (write_loc.loc, write_loc.swa_loc)
+        None if slots is None else torch.cat((_keep_last(pool, slots, num_rows), slots.new_full((1,), -1)))[index]
+        for slots, num_rows in ((write_loc.loc, rows.get("full", 0)), (write_loc.swa_loc, rows.get("swa", 0)))
     )
     assert loc is not None
     return ZigzagWriteLoc(KVWriteLoc(loc, swa_loc), tuple(part.size for part in parts), rank, dtype, group)
@@ -142,7 +143,8 @@ def cp_allgather_and_save_kv(
     then; None is the default group.
 
     Rows travel in their own dtype and byte for byte, and rank order is undone by the order of the locations, so every
-    rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch.
+    rank's pool ends up with the bytes of one `set_kv_buffer` of the whole batch: the last token's where a slot is named
+    twice.
 
     Raises as `set_kv_buffer` does. A rank whose arguments are refused still takes part, and every other rank raises
     `ValueError`; nothing is written then. To know that, a pool on an accelerator would have to wait for each gather: it
@@ -181,6 +183,17 @@ def cp_allgather_and_save_kv(
         if odd:
             raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
     pool.set_kv_buffer(layer_id, plan.write_loc, *_split(gathered.view(plan.dtype), layer))
+
+
+def _keep_last(pool: HybridKVPool, slots: Tensor, num_rows: int) -> Tensor:
+    """`slots` with -1 for one that a later token of the batch names again, as ranks' rows arrive in another order;
+    checked mode refuses it and gets it as it is."""
+    if pool.check:
+        return slots
+    from portakv.kernels.reference import named_again  # not at import, which loads no kernels
+
+    lost = named_again(slots) & (slots >= pool.page_size) & (slots < num_rows)
+    return torch.where(lost, -1, slots)
 
 
 def _hears(pool: HybridKVPool) -> bool:

@@ -246,6 +246,11 @@ class HybridKVPool:
         or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page,
         negative slots, and tokens that `rope` has no angle for (these are counted) go nowhere.
 
+        The same slot twice in one store is an error in checked mode. Otherwise that slot, and no other, holds one whole
+        row on CPUs and in the reference: the last of them, all of K and V, values and scales, in every layout. On GPUs
+        each element of that slot (in FlashMLA's layouts each byte) is of one of the rows named for it, but heads, K and
+        V, neighbours or a block's values and scale may be of different ones. PAD and negatives may repeat.
+
         Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, `ValueError` for a position, or
         `SlotOwnership` for a full layer's slot that is free; one that another request has by now cannot be told apart.
         """
@@ -334,7 +339,10 @@ class HybridKVPool:
     # Between forwards.
 
     def move_kv_cache(self, tgt: Tensor, src: Tensor) -> None:
-        """Copy full slots `src [N]` to `tgt [N]` and their SWA peers, in every layer, as if all reads came first."""
+        """Copy full slots `src [N]` to `tgt [N]` and their SWA peers, in every layer, as if all reads came first.
+
+        The same slot twice in `tgt` is what the same slot twice in one store is, see `set_kv_buffer`.
+        """
         check_slots("tgt", tgt)
         check_slots("src", src)
         if tgt.shape != src.shape:

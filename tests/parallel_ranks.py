@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from portakv import HybridKVPool, KVWriteLoc, LayerSpec, MissingSwaLoc, dispatch
+from portakv import HybridKVPool, KVWriteLoc, LayerSpec, MissingSwaLoc, SlotFault, dispatch
 from portakv.parallel import cp_allgather_and_save_kv, plan_zigzag_write, zigzag_split
 
 LAYERS = [
@@ -135,6 +135,28 @@ def padding_is_skipped(rank: int, world: int) -> None:
     expected.set_kv_buffer(1, expected.plan_write(loc), *whole)
     same_bytes(pool, expected)
     pool.check_integrity()
+
+
+def a_slot_named_twice(rank: int, world: int) -> None:
+    """The last token of the batch wins, in whatever order ranks bring it; checked mode refuses it."""
+    for tokens, dtype, index in ((TOKENS, torch.bfloat16, torch.int64), (24, torch.float8_e4m3fn, torch.int32)):
+        pool, expected, checked = make_pool(dtype), make_pool(dtype), make_pool(dtype, check=True)
+        slots = expected.allocator.alloc(5)
+        picks = torch.randint(0, 5, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        loc = torch.cat((slots[picks][:-4], torch.tensor([0, -1, 1000, 1000])))
+        write_loc = expected.plan_write(loc, index)
+        plan = plan_zigzag_write(pool, write_loc, torch.bfloat16)
+        for layer in range(len(LAYERS)):
+            whole = make_rows(layer, tokens)
+            expected.set_kv_buffer(layer, write_loc, *whole)
+            cp_allgather_and_save_kv(pool, layer, plan, *(zigzag_split(x, rank, world) for x in whole))
+            for got, want in zip(pool.get_kv_buffer(layer), expected.get_kv_buffer(layer), strict=True):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"layer {layer}"
+        assert pool.faults()["store_kv"] == expected.faults()["store_kv"] > 0
+        twice = checked.plan_write(checked.allocator.alloc(tokens)[:1].repeat(tokens))
+        parts = [zigzag_split(x, rank, world) for x in make_rows(0, tokens)]
+        with refused(SlotFault, "loc: expected each slot once"):
+            cp_allgather_and_save_kv(checked, 0, twice, *parts)
 
 
 def subgroups(rank: int, world: int) -> None:
@@ -290,6 +312,7 @@ CASES = [
     strided_rows,
     rows_for_no_tokens,
     padding_is_skipped,
+    a_slot_named_twice,
     subgroups,
     one_gather_and_one_launch,
     disagreements,

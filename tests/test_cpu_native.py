@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 
+from portakv import buffers, testing
 from portakv.formats import FAULT_KINDS, FP8_DIALECTS, KVFormat
 from portakv.kernels import cpu_amx, reference
+from portakv.table import TABLE
 
 if problem := cpu_amx.build_problem():
     pytest.fail(problem, pytrace=False)
@@ -164,6 +167,37 @@ def test_one_whole_row_wins_at_any_thread_count(isa: str, threads: int) -> None:
         last = int((loc == slot).nonzero()[-1])
         assert same(cache[0, slot], rows[last])
         assert same(cache[1, slot], rows[last])
+
+
+STORES = [op for op in TABLE if op.startswith(("store_kv", "move_kv"))]
+
+
+@pytest.mark.parametrize("op", STORES)
+def test_slots_named_many_times_hold_their_last_rows(isa: str, op: str) -> None:
+    """In every layout, dtype and way rows lie, on one thread and several."""
+    before, rng = torch.get_num_threads(), random.Random(isa + op)
+    for case in [case for case in testing.cases(op) if case.tokens > 2]:
+        want, got = testing.build(case), testing.build(case)
+        fmt = case.variant.fmt
+        assert fmt is not None
+        first = rng.randrange(fmt.page_size, testing._num_rows(case, fmt))
+        few = [rng.randrange(fmt.page_size, testing._num_rows(case, fmt)) for _ in range(rng.choice((1, 3, 40)))]
+        few = rng.choice((few, range(first, min(first + 20, testing._num_rows(case, fmt)))))  # neighbours share lines
+        named = [rng.choice(few) if rng.random() < 0.8 else None for _ in range(case.tokens)]
+        threads = rng.choice((1, 2, 3, 4))
+        for args in (want, got):
+            loc = args[2 if op.startswith("move_kv") else 4].tensor
+            for t, slot in enumerate(named):
+                loc[t] = loc[t] if slot is None else slot
+        testing._definition(op)(*testing._tensors(want))
+        torch.set_num_threads(threads)
+        try:
+            getattr(_native, op)(*testing._tensors(got))
+        finally:
+            torch.set_num_threads(before)
+        for a, b in zip(want, got, strict=True):
+            if isinstance(a, buffers.Buffer):
+                buffers.compare(f"{case} on {threads} threads", a, b)
 
 
 def test_torchs_thread_count_in_a_python_thread_of_its_own() -> None:

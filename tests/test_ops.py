@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -102,6 +104,90 @@ def test_comparer_objects_to_a_move_in_order() -> None:
     with pytest.raises(buffers.Mismatch):
         for case in testing.cases("move_kv"):
             testing.check("move_kv", in_order, case, torch.device("cpu"))
+
+
+def _cases_with_repeats(op: str) -> list[testing.Case]:
+    found = [case for case in testing.cases(op) if any(testing._orders(case))]
+    assert found
+    return found
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """torch cuts a copy of 32768 elements and more among them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("op", [op for op in TABLE if op.startswith("store_kv")])
+def test_the_reference_stores_as_if_token_by_token(op: str, four_threads: None) -> None:
+    """So the last row of a slot is there, whole."""
+    for case in _cases_with_repeats(op):
+        want, got, define = testing.build(case), testing.build(case), testing._definition(op)
+        define(*testing._tensors(got))
+        for token in range(case.tokens):
+            testing._run_on(define, want, [token])
+        _compare(want, got)
+
+
+@pytest.mark.parametrize("op", ["move_kv", "move_kv_packed"])
+def test_the_reference_moves_the_last_source_of_a_slot(op: str, four_threads: None) -> None:
+    for case in _cases_with_repeats(op):
+        want, got, define = testing.build(case), testing.build(case), testing._definition(op)
+        define(*testing._tensors(got))
+        tgt, src = (x.tensor.tolist() for x in want[2:4])
+        num_rows = testing._num_rows(case, case.variant.fmt)
+        moved = [i for i in range(case.tokens) if 0 <= src[i] < num_rows and 0 < tgt[i] < num_rows]
+        last = {tgt[i]: i for i in moved}
+        testing._run_on(define, want, [i for i in range(case.tokens) if i not in moved or last[tgt[i]] == i])
+        _compare(want, got)
+
+
+def _compare(want: list[testing.Arg], got: list[testing.Arg]) -> None:
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        if isinstance(a, buffers.Buffer):
+            buffers.compare(f"argument {i}", a, b)
+
+
+def _first_wins(k, v, k_cache, v_cache, loc, *rest):
+    """Another row than the last, whole."""
+    order = list(range(len(loc)))[::-1]
+    k, v = (reference.as_bytes(x)[order].view(x.dtype) for x in (k, v))
+    reference.store_kv(k, v, k_cache, v_cache, loc[order], *rest)
+
+
+def _another_v(k, v, k_cache, v_cache, loc, *rest):
+    """V of another row than K, as by programs that end in any order."""
+    reference.store_kv(k, v, k_cache, v_cache, loc, *rest)
+    counted = rest[2].clone()
+    _first_wins(k, v, k_cache.clone(), v_cache, loc, *rest)
+    rest[2].copy_(counted)
+
+
+def _mixed_bits(k, v, k_cache, v_cache, loc, *rest):
+    """Elements of bits of several rows."""
+    copies, counted = [x.clone() for x in (k_cache, v_cache)], rest[2].clone()
+    _first_wins(k, v, *copies, loc, *rest)
+    rest[2].copy_(counted)
+    reference.store_kv(k, v, k_cache, v_cache, loc, *rest)
+    for cache, copy in zip((k_cache, v_cache), copies, strict=True):
+        a, b = reference.as_bytes(cache), reference.as_bytes(copy)
+        a.copy_(a & 0xF0 | b & 0x0F)
+
+
+def test_comparer_allows_what_a_gpu_may_do_with_a_slot_named_twice() -> None:
+    """Each element of any of the rows where that is asked for; only the last row, whole, elsewhere."""
+    cpu, dense = torch.device("cpu"), [case for case in _cases_with_repeats("store_kv") if case.style == "dense"]
+    for torn in (_first_wins, _another_v):
+        for case in dense:
+            testing.check("store_kv", torn, case, cpu, last_wins=False)
+            with pytest.raises(buffers.Mismatch):
+                testing.check("store_kv", torn, case, cpu)
+    for case in dense:
+        with pytest.raises(buffers.Mismatch):
+            testing.check("store_kv", _mixed_bits, case, cpu, last_wins=False)
 
 
 @pytest.mark.parametrize("row", ["native", "reference"])

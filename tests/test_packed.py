@@ -120,7 +120,7 @@ def aligned(x: torch.Tensor, to: int) -> torch.Tensor:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("fmt", TILES, ids=lambda f: f.tag)
 def test_tiles_whole_and_partial_in_any_order(fmt: KVFormat, threads: int, isa: str) -> None:
-    """Slots repeat, and the last row of each wins: the reference, which knows no order, is fed with those alone."""
+    """Slots repeat, and the last row of each wins: the reference is fed with those alone."""
     torch.manual_seed(threads)
     page, heads, dims = fmt.page_size, fmt.num_kv_heads, (fmt.head_dim, fmt.v_head_dim)
     whole, partial = page + torch.randperm(page), 2 * page + torch.randint(0, page, (page,))

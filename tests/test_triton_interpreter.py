@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from portakv import testing
+from portakv import buffers, testing
 from portakv.device import DeviceKind
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS, PAD, KVFormat, list_variants
 from portakv.kernels import reference
@@ -35,6 +35,8 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
 
 
 if INTERPRETED:
+    from triton.runtime.interpreter import interpreter_builder
+
     from portakv.kernels import cuda as kernels
     from portakv.kernels import hip, xpu
     from portakv.kernels._triton import move_kv
@@ -68,6 +70,28 @@ def test_other_devices_launch_the_same_kernels(op: str, device: str) -> None:
     """Under the interpreter they differ from CUDA's in nothing but the launcher, so a sample is enough."""
     for case in list(testing.cases(op))[::10]:
         testing.check(op, getattr({"hip": hip, "xpu": xpu}[device], op), case, CPU)
+
+
+@interpreted
+@pytest.mark.parametrize("op", [op for op in OPS if op.startswith(("store_kv", "move_kv"))])
+def test_a_slot_named_twice_is_of_its_rows_in_any_order_of_programs(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run last to first, chunks of odd number first to last: other rows win in other parts of a slot, and each
+    element is still of one of them."""
+    set_grid_idx = interpreter_builder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        set_grid_idx(x if y % 2 else interpreter_builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    torn = 0
+    for case in testing.cases(op):
+        if any(testing._orders(case)):
+            testing.check(op, getattr(kernels, op), case, CPU, last_wins=False)
+            try:
+                testing.check(op, getattr(kernels, op), case, CPU)
+            except buffers.Mismatch:
+                torn += 1
+    assert torn
 
 
 @interpreted

@@ -2,6 +2,11 @@
 
 Slots are 1-D int32 or int64. A negative slot is skipped; one past the last row is skipped and counted in
 `faults`; nothing writes a row of the reserved page. No function here waits for the device.
+
+The same slot twice in one store or move is an error in checked mode. Otherwise that slot, and no other, holds one whole
+row on CPUs and in the reference: the last of them, all of K and V, values and scales, in every layout. On GPUs each
+element of that slot (in FlashMLA's layouts each byte) is of one of the rows named for it, but heads, K and V,
+neighbours or a block's values and scale may be of different ones. PAD and negatives may repeat.
 """
 
 from __future__ import annotations
@@ -378,10 +383,21 @@ def readable_slots(loc: Tensor, num_rows: int, faults: Tensor, op: str) -> tuple
 
 
 def writable_slots(loc: Tensor, num_rows: int, fmt: KVFormat, faults: Tensor, op: str) -> tuple[Tensor, Tensor]:
-    """As `readable_slots`, without the reserved page: a skipped write puts PAD's own bytes back, and needs no sync."""
+    """As `readable_slots`, without the reserved page and without tokens whose slot a later one names again: a skipped
+    write puts PAD's own bytes back, and needs no sync."""
     slots, ok = readable_slots(loc, num_rows, faults, op)
     ok &= slots >= fmt.page_size
+    ok &= ~named_again(torch.where(ok, slots, PAD))
     return torch.where(ok, slots, PAD), ok
+
+
+def named_again(slots: Tensor) -> Tensor:
+    """Which of `slots [T]` stand once more further on."""
+    order = slots.argsort(stable=True)
+    ordered = slots[order]
+    again = torch.zeros_like(slots, dtype=torch.bool)
+    again[order[:-1]] = ordered[1:] == ordered[:-1]
+    return again
 
 
 def _count(faults: Tensor, op: str, bad: Tensor) -> None:
