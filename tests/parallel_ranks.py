@@ -281,6 +281,23 @@ def disagreements(rank: int, world: int) -> None:
     same_bytes(pool, expected)
 
 
+def layers_of_any_number(rank: int, world: int) -> None:
+    """Rows of two bytes name their layer whole: no two of them are taken for each other."""
+    layers = [LayerSpec(None, 1, 1)] * 512
+    pool = HybridKVPool(layers, size=16, dtype=torch.float8_e4m3fn, device="cpu")
+    loc = pool.allocator.alloc(2 * world)
+    plan = plan_zigzag_write(pool, pool.plan_write(loc), pool.dtype)
+    k, v = (torch.full((2 * world, 1, 1), x).to(pool.dtype) for x in (2.0, 3.0))
+    own = [x.view(torch.uint8)[:2].view(pool.dtype) for x in (k, v)]
+    for one, another in ((0, 255), (0, 256), (1, 256), (255, 511), (0, 510)):
+        with refused(ValueError, "from every rank, refused or of another on"):
+            cp_allgather_and_save_kv(pool, another if rank == world - 1 else one, plan, *own)
+    assert not any(x.view(torch.uint8).any() for layer in range(512) for x in pool.get_kv_buffer(layer))
+    cp_allgather_and_save_kv(pool, 511, plan, *own)
+    for got, want in zip(pool.get_kv_buffer(511), (k, v), strict=True):
+        assert torch.equal(got[loc.tolist()].view(torch.uint8), want.view(torch.uint8))
+
+
 CASES = [
     every_number_of_tokens,
     every_dtype,
@@ -293,6 +310,7 @@ CASES = [
     subgroups,
     one_gather_and_one_launch,
     disagreements,
+    layers_of_any_number,
 ]
 
 
