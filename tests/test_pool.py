@@ -223,6 +223,21 @@ def test_checked_mode_raises_before_it_writes(device: torch.device) -> None:
     pool.set_kv_buffer(0, padded, k[:1].expand(4, -1, -1), v[:1].expand(4, -1, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_checked_pool_of_one_side_checks_what_it_plans(dtype: torch.dtype, device: torch.device) -> None:
+    """Nothing is translated there, so that the plan itself has to look; in graphs' buffers `translate_loc` is run."""
+    pool = HybridKVPool([FULL, SWA], size=64, page_size=4, device=device, check=True)
+    buffers = pool.graph_write_loc(4)
+    for plan in (lambda loc: pool.plan_write(loc, dtype), buffers.fill):
+        plan(torch.tensor([67, 0, -1], dtype=dtype))
+        with pytest.raises(SlotFault, match=r"loc\[1\]: expected a slot below 68, got 68"):
+            plan(torch.tensor([4, 68, -1], dtype=dtype))
+        with pytest.raises(SlotFault, match=r"loc\[0\]: expected a slot below 68, got 68"):
+            plan(torch.tensor([68], dtype=dtype, device=device))
+    assert buffers.loc.tolist() == [67, 0, -1, 0]
+    assert not any(pool.faults().values())
+
+
 def test_faults_are_counted_and_named(device: torch.device) -> None:
     pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device, check=False)
     write_loc = pool.plan_write(torch.tensor([65, 1000, -1]))
