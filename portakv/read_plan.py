@@ -31,6 +31,9 @@ _Bounds = tuple[int, int, int, tuple[ReadFormat, ...]]
 _Measure = Callable[..., tuple[int, Shapes] | None]
 """`measure_read` of `portakv.kernels.reference`, whose docstring is the contract."""
 
+LARGE_PLAN = 1 << 24
+"""Indices up to which nobody asks whether memory holds them, which takes half a millisecond."""
+
 Key = tuple[str, int | None]
 """(side, window): layers of one key read the same indices."""
 
@@ -171,8 +174,6 @@ class ReadPlanner:
         given = {"max_reqs": max_reqs, "max_len": max_len, "max_query_len": max_query_len}
         max_reqs, max_len, max_query_len = (as_int(name, value, 1, MOST) for name, value in given.items())
         shapes = _bound(max_reqs, max_len, max_query_len, style.column_multiple, formats)
-        if (most := max(map(math.prod, shapes))) > MOST // style.index_dtype.itemsize:
-            raise ValueError(f"{', '.join(given)}: expected a plan that memory can hold, got one of {most} indices")
         plan = self._new_plan(style, formats, shapes, max_reqs)
         for read in plan.structures:
             read.indices.fill_(style.pad)
@@ -197,12 +198,29 @@ class ReadPlanner:
     def _new_plan(
         self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
     ) -> ReadPlan:
+        if sum(map(math.prod, shapes)) <= LARGE_PLAN:
+            try:
+                return self._allocate(style, formats, shapes, size)
+            except torch.OutOfMemoryError:  # said with its numbers below, unless there is room by then
+                pass
+        count = 0
+        for fmt, shape in zip(formats, shapes, strict=True):
+            ragged = fmt.structure is RAGGED
+            if ragged and style.index_dtype is torch.int32 and shape[0] > torch.iinfo(torch.int32).max:
+                raise ValueError(f"index_dtype: expected torch.int64 for {shape[0]} indices, got {style.index_dtype}")
+            count += math.prod(shape) + (3 * size + 1 if ragged else 2 * shape[0])
+        if is_dynamo_compiling():
+            return self._allocate(style, formats, shapes, size)
+        needs = {self._device: count * style.index_dtype.itemsize}
+        return devices.allocate(lambda: self._allocate(style, formats, shapes, size), needs)
+
+    def _allocate(
+        self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
+    ) -> ReadPlan:
         like, structures = self._like[style.index_dtype], []
         for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
             rows, indptr = shape[0], None
             if fmt.structure is RAGGED:
-                if rows > torch.iinfo(style.index_dtype).max:
-                    raise ValueError(f"index_dtype: expected torch.int64 for {rows} indices, got {style.index_dtype}")
                 rows, indptr = size, like.new_empty(size + 1)
             lengths = (indptr, like.new_empty(rows), like.new_empty(rows))
             structures.append(ReadIndices(fmt.structure, side, window, like.new_empty(shape), *lengths))
