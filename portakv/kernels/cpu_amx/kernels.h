@@ -10,7 +10,8 @@ namespace portakv {
 
 enum class DType : uint8_t { f32, f16, bf16, e4m3fn, e4m3fnuz, e5m2, e5m2fnuz, i32, i64, other };
 
-// An element of an index tensor or of scales. A tensor made from a raw buffer may lie at any address.
+// An element of an index tensor or of scales. A tensor made from a raw buffer may lie at any address. A
+// pointer to one is not declared `auto`, which drops the alignment of its type.
 template <int Bytes>
 struct Index;
 template <>

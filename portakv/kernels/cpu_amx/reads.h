@@ -45,7 +45,7 @@ using NameFn = void (*)(Reading& r, const char* table, int64_t at, char* out, in
 
 template <int In, int To, bool Mapped, bool Paged>
 void name_at(Reading& r, const char* table, int64_t at, char* out, int64_t to, int64_t n) {
-    auto* from = reinterpret_cast<const typename Index<In>::Type*>(table);
+    const typename Index<In>::Type* from = reinterpret_cast<const typename Index<In>::Type*>(table);
     name_slots<In, To, Mapped, Paged>(r, from + at, reinterpret_cast<typename Index<To>::Type*>(out) + to, n);
 }
 
@@ -57,7 +57,7 @@ NameFn pick(bool mapped, bool paged) {
 
 template <int To>
 void fill_pad(char* out, int64_t to, int64_t n, int64_t pad) {
-    auto* p = reinterpret_cast<typename Index<To>::Type*>(out) + to;
+    typename Index<To>::Type* p = reinterpret_cast<typename Index<To>::Type*>(out) + to;
     for (int64_t i = 0; i < n; ++i) p[i] = typename Index<To>::Type(pad);
 }
 
