@@ -372,7 +372,7 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device` in its stream's order, without waiting where the device reads pinned memory."""
     if device.type in ("cuda", "xpu"):
         # Pinned memory of our own: who has pinned `host` already may write to it before the copy has run.
-        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
         return pinned.to(device, non_blocking=True)
     return host.to(device)
 

@@ -132,7 +132,10 @@ def load(op: str, selection: Selection) -> Callable[..., None]:
 
 @functools.cache
 def _of_plain_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, in torch ops, which would meet what they cannot take half way, with tensors that they can."""
+    """`kernel`, in torch ops, which would meet what they cannot take half way, with tensors that they can.
+
+    In inference mode, where alone torch writes to what was made in it, as kernels of other rows do in any mode.
+    """
     names = tuple(inspect.signature(kernel).parameters)
 
     @functools.wraps(kernel)
@@ -140,7 +143,8 @@ def _of_plain_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
         for name, x in zip(names, args, strict=True):
             if isinstance(x, torch.Tensor):
                 require_plain(name, x)
-        return kernel(*args)
+        with torch.inference_mode():
+            return kernel(*args)
 
     return run
 
