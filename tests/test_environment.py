@@ -6,6 +6,7 @@ Each basic of a pool runs plainly and under each setting; what comes out is comp
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, Rope, resolve_write_loc
+from portakv import HybridKVPool, LayerSpec, Rope, check, resolve_write_loc, testing
+from portakv.buffers import Buffer
+from portakv.kernels import cpu_amx
 from portakv.table import TABLE
 
 LAYOUTS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
@@ -69,6 +72,7 @@ SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "no grad": torch.no_grad,
     "grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", torch.float16),
     "deterministic": deterministic,
 }
 
@@ -143,8 +147,9 @@ class Session:
             return
         for layer, (k, v) in enumerate(self.rows):
             rope = Rope(self.angles, self.positions)
-            self.draft.set_kv_buffer(layer, self.graph[: self.tokens], k, v, rope)
-        self.see("rotated", [g.buffers for g in self.draft.groups])
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                self.draft.set_kv_buffer(layer, self.graph[: self.tokens], k.to(dtype), v.to(dtype), rope)
+                self.see(f"rotated {layer} {dtype}", [g.buffers for g in self.draft.groups])
 
     def gather(self) -> None:
         self.outs = []
@@ -260,3 +265,22 @@ def test_the_basics_are_the_same_under(setting: str, layout: str, row: str, plai
 def test_the_basics_are_the_same_in_and_out_of(setting: str, layout: str, row: str, odd: int, plain: Any) -> None:
     """What was made inside is used outside, and the other way round."""
     assert live(setting, layout, row, lambda i: i % 2 == odd) == plain(layout, row)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_kit_is_the_same_under(setting: str) -> None:
+    """Its inputs are the same bytes, kernels pass on them, and so do captured graphs."""
+    for op in TABLE:
+        cases = list(itertools.islice(testing.cases(op), 3, None, 40))
+        plain = [[listed(x.storage) for x in testing.build(case) if isinstance(x, Buffer)] for case in cases]
+        kernel = getattr(cpu_amx, op)
+        with SETTINGS[setting]():
+            built = [[x.storage for x in testing.build(case) if isinstance(x, Buffer)] for case in cases]
+            for case in cases:
+                testing.check(op, kernel, case, torch.device("cpu"))
+        assert listed(built) == plain
+    with SETTINGS[setting]():
+        for graph in check.GRAPH_FILLS:
+            assert check.check_graphs(graph, "native", torch.device("cpu")).result == "passed"
+            assert check.check_graphs(graph, "reference", torch.device("cpu")).result == "passed"
+        assert check.check_measure("native").result == "passed"
