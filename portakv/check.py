@@ -323,7 +323,9 @@ class GraphStores:
         writable = (slots >= self.pool.page_size) & (slots < len(caches[0]))
         for cache, x, scale in zip(caches, self.rows[layer], self.scales, strict=True):
             fmt = KVFormat(2, 16, 8, cache.dtype, self.pool.page_size)
-            values = reference.convert(x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale, dtype=torch.float32, device="cpu"))
+            values = reference.convert(
+                x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale, dtype=torch.float32, device="cpu")
+            )
             cache.view(torch.uint8)[slots[writable]] = values.view(torch.uint8)[writable]
         return caches
 

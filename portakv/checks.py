@@ -251,4 +251,6 @@ def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_si
         if mine != theirs:
             raise ValueError(f"{name}: expected {theirs} as the pool whose slots are shared, got {mine}")
     if pool.window is not None and pool.window > (target.window or 0):
-        raise ValueError(f"layers, swa_window: expected windows the shared slots keep, at most {target.window}, got {pool.window}")
+        raise ValueError(
+            f"layers, swa_window: expected windows the shared slots keep, at most {target.window}, got {pool.window}"
+        )

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -304,7 +304,7 @@ def available(device: torch.device) -> int | None:
     """
     if shares_host_memory(device):
         return host_memory.left()
-    module = None if device.type == "meta" else torch.get_device_module(device)
+    module: Any = None if device.type == "meta" else torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
     try:

@@ -87,8 +87,10 @@ class Session:
         self.page, self.tokens = page, 5 * page + 2
         rng = np.random.default_rng(0)
         self.rows = [
-            [torch.from_numpy(rng.standard_normal((self.tokens, s.num_kv_heads, n))).to(torch.float32)
-             for n in (s.head_dim, s.v_dim)]
+            [
+                torch.from_numpy(rng.standard_normal((self.tokens, s.num_kv_heads, n))).to(torch.float32)
+                for n in (s.head_dim, s.v_dim)
+            ]
             for s in self.layers
         ]
         for k, v in self.rows:
@@ -210,7 +212,22 @@ class Session:
         self.loc = self.pool.load_from_host(self.copied)
         self.see("loaded", (self.loc, *(b for g in self.pool.groups for b in g.buffers)))
 
-    STEPS = ("build", "scale", "alloc", "plan", "store", "gather", "read", "read_again", "move", "copy", "evict", "free", "load", "free")
+    STEPS = (
+        "build",
+        "scale",
+        "alloc",
+        "plan",
+        "store",
+        "gather",
+        "read",
+        "read_again",
+        "move",
+        "copy",
+        "evict",
+        "free",
+        "load",
+        "free",
+    )
 
 
 def parts(plan: Any) -> list[Any]:

@@ -316,7 +316,9 @@ def test_an_address_space_limit() -> None:
     assert done.stdout == "refused\n", done.stderr
 
 
-@pytest.mark.parametrize(("value", "advice"), [(None, "MADV_HUGEPAGE"), ("1", "MADV_HUGEPAGE"), ("0", "MADV_NOHUGEPAGE")])
+@pytest.mark.parametrize(
+    ("value", "advice"), [(None, "MADV_HUGEPAGE"), ("1", "MADV_HUGEPAGE"), ("0", "MADV_NOHUGEPAGE")]
+)
 def test_huge_pages_can_be_switched_off(value: str | None, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 

@@ -199,7 +199,7 @@ def test_a_tensor_between_its_elements_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             kernels.store_kv(*(tensors | {name: at_odd_address(x)}).values(), fmt)
     mapping = torch.tensor([0, 1, -1])
-    with pytest.raises(ValueError, match="^loc: expected an address that is a multiple of 4"):
+    with pytest.raises(ValueError, match=r"^loc: expected an address that is a multiple of 4"):
         kernels.translate_loc(mapping, at_odd_address(loc.int()), loc.clone(), None, None, None, faults)
     assert all(torch.equal(x, old) for x, old in zip(tensors.values(), before, strict=True))
     kernels.store_kv(row, row, k, v, torch.tensor([7, 1], dtype=torch.int32)[1:], ones, ones, faults, fmt)

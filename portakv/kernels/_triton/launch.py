@@ -74,7 +74,9 @@ def addresses(names: Iterable[str], tensors: Sequence[Tensor]) -> list[int]:
         for name, x, address in zip(names, tensors, found, strict=True):
             if past := address % x.element_size():
                 multiple = x.element_size()
-                raise ValueError(f"{name}: expected an address that is a multiple of {multiple}, got one {past} past it")
+                raise ValueError(
+                    f"{name}: expected an address that is a multiple of {multiple}, got one {past} past it"
+                )
     return found
 
 
