@@ -298,6 +298,29 @@ def layers_of_any_number(rank: int, world: int) -> None:
         assert torch.equal(got[loc.tolist()].view(torch.uint8), want.view(torch.uint8))
 
 
+def whatever_the_process_has_set(rank: int, world: int) -> None:
+    """A default device and dtype, and a plan that is made in inference mode and used outside of it."""
+    pool, expected = make_pool(), make_pool()
+    write_loc = pool.plan_write(pool.allocator.alloc(TOKENS))
+    expected.allocator.alloc(TOKENS)
+    every = [make_rows(layer, TOKENS) for layer in range(len(LAYERS))]
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            plan = plan_zigzag_write(pool, write_loc, torch.bfloat16)
+            split = [[zigzag_split(x, rank, world) for x in whole] for whole in every]
+            cp_allgather_and_save_kv(pool, 0, plan, *split[0])
+        for layer in range(1, len(LAYERS)):
+            cp_allgather_and_save_kv(pool, layer, plan, *split[layer])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for layer, whole in enumerate(every):
+        expected.set_kv_buffer(layer, write_loc, *whole)
+    same_bytes(pool, expected)
+
+
 CASES = [
     every_number_of_tokens,
     every_dtype,
@@ -311,6 +334,7 @@ CASES = [
     one_gather_and_one_launch,
     disagreements,
     layers_of_any_number,
+    whatever_the_process_has_set,
 ]
 
 

@@ -108,7 +108,8 @@ def test_an_upload_waits_only_where_no_pinned_memory_is_read(kind: str, monkeypa
 
     monkeypatch.setattr(torch, "empty", pinned_empty)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    devices.upload(host, SimpleNamespace(type=kind))
+    with torch.device("meta"):  # as where torch.set_default_device was called
+        devices.upload(host, SimpleNamespace(type=kind))
     on_gpu = kind != "npu"
     assert moved == [(not on_gpu, on_gpu, [0, 1, 2], kind, on_gpu)]
 
