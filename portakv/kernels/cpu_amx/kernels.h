@@ -16,15 +16,15 @@ template <int Bytes>
 struct Index;
 template <>
 struct Index<4> {
-    typedef int32_t Type __attribute__((aligned(1), may_alias));
+    typedef int32_t Type __attribute__((aligned(1)));
 };
 template <>
 struct Index<8> {
-    typedef int64_t Type __attribute__((aligned(1), may_alias));
+    typedef int64_t Type __attribute__((aligned(1)));
 };
 using Int32 = Index<4>::Type;
 using Int64 = Index<8>::Type;
-typedef float Scale __attribute__((aligned(1), may_alias));
+typedef float Scale __attribute__((aligned(1)));
 
 // A 1-D int32 or int64 tensor. `stride` counts elements.
 struct Slots {
