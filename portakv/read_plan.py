@@ -153,7 +153,7 @@ class ReadPlanner:
             size, shapes = measured
         if out is not None:
             _check_room(out, size, shapes, measured is not None)
-        plan = self._new_plan(style, formats, shapes, size) if out is None else out
+        plan = self._new_plan(style, formats, shapes, size, max_len, bounds[1]) if out is None else out
         if size == 0 and out is None:  # an idle rank launches nothing
             for read in plan.structures:
                 if read.indptr is not None:
@@ -174,7 +174,7 @@ class ReadPlanner:
         given = {"max_reqs": max_reqs, "max_len": max_len, "max_query_len": max_query_len}
         max_reqs, max_len, max_query_len = (as_int(name, value, 1, MOST) for name, value in given.items())
         shapes = _bound(max_reqs, max_len, max_query_len, style.column_multiple, formats)
-        plan = self._new_plan(style, formats, shapes, max_reqs)
+        plan = self._new_plan(style, formats, shapes, max_reqs, max_len, max_query_len)
         for read in plan.structures:
             read.indices.fill_(style.pad)
             for lengths in (read.indptr, read.lens, read.starts):
@@ -196,9 +196,18 @@ class ReadPlanner:
         return _style_of.__wrapped__(*choice, prefix_only, self.keys, self._page_size)
 
     def _new_plan(
-        self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
+        self,
+        style: ReadStyle,
+        formats: Sequence[ReadFormat],
+        shapes: Sequence[tuple[int, ...]],
+        size: int,
+        max_len: int,
+        max_query_len: int,
     ) -> ReadPlan:
-        if sum(map(math.prod, shapes)) <= LARGE_PLAN:
+        """Buffers of `shapes`. Raises `OutOfMemory`."""
+        # No structure has more lines than queries, nor, before they are rounded up, more columns than keys.
+        most = size * (max_query_len or 1) * (max_len + style.column_multiple)
+        if most <= LARGE_PLAN or sum(map(math.prod, shapes)) <= LARGE_PLAN:
             try:
                 return self._allocate(style, formats, shapes, size)
             except torch.OutOfMemoryError:  # said with its numbers below, unless there is room by then
