@@ -15,7 +15,7 @@ from portakv.arguments import require_plain, shown
 from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
 from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnership, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
-from portakv.groups import Layer, LayerGroup
+from portakv.groups import Layer, LayerGroup, widest_window
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import WriteLoc, require_location
 
@@ -251,6 +251,5 @@ def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_si
         if mine != theirs:
             raise ValueError(f"{name}: expected {theirs} as the pool whose slots are shared, got {mine}")
     if pool.window is not None and pool.window > (target.window or 0):
-        raise ValueError(
-            f"layers, swa_window: expected windows the shared slots keep, at most {target.window}, got {pool.window}"
-        )
+        name = "layers" if pool.window == widest_window(pool.layers, None) else "swa_window"
+        raise ValueError(f"{name}: expected windows the shared slots keep, at most {target.window}, got {pool.window}")

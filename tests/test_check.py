@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from portakv import check, cli
@@ -73,7 +74,9 @@ def test_a_wrong_row_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_shows_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     add_function(monkeypatch, "cast_loc", without_faults)  # of another op: it cannot even be called
     monkeypatch.setattr(check, "GRAPH_FILLS", {})
-    result = CliRunner().invoke(cli.app, ["check", "--device", "cpu"], env={"COLUMNS": "200"})
+    # Its own width: a console takes COLUMNS as it was when it was made, as by a terminal or pytest-xdist.
+    monkeypatch.setattr(cli, "_out", Console(width=200))
+    result = CliRunner().invoke(cli.app, ["check", "--device", "cpu"])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert "TypeError: without_faults() missing" in result.stdout

@@ -618,10 +618,10 @@ def test_the_side_keeps_the_wider_of_both_windows() -> None:
         target = HybridKVPool(layers, swa_window=11, **options)
         draft = HybridKVPool([wide], slots_of=target, **options)
         assert draft.allocator is target.allocator
-        with pytest.raises(ValueError, match="windows the shared slots keep, at most 11, got 12"):
+        with pytest.raises(ValueError, match="swa_window: expected windows the shared slots keep, at most 11, got 12"):
             HybridKVPool([wide], slots_of=target, swa_window=12, **options)
         narrow = HybridKVPool(layers, swa_window=10, **options)
-        with pytest.raises(ValueError, match="windows the shared slots keep, at most 10, got 11"):
+        with pytest.raises(ValueError, match="layers: expected windows the shared slots keep, at most 10, got 11"):
             HybridKVPool([wide], slots_of=narrow, **options)
 
 
