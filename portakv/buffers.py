@@ -50,7 +50,7 @@ def canary(size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | 
         stride = tuple(torch.empty(size, device="meta").stride())
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     margin = 64 // dtype.itemsize
-    storage = torch.full(((span + 2 * margin) * dtype.itemsize,), CANARY, dtype=torch.uint8)
+    storage = torch.full(((span + 2 * margin) * dtype.itemsize,), CANARY, dtype=torch.uint8, device="cpu")
     return Buffer(storage.view(dtype), size, stride, margin)
 
 

@@ -144,7 +144,7 @@ def batches() -> Iterator[tuple[Any, ...]]:
             column, at, info = rng.choice(columns), rng.randrange(size), torch.iinfo(dtype)
             beyond = num_rows, most + 1, ends[at] + 1, max_len + 1
             column[at] = rng.choice((-1, column[at] + 1, *beyond, info.min, info.max))
-        given = [torch.tensor(x, dtype=dtype) for x in columns]
+        given = [torch.tensor(x, dtype=dtype, device="cpu") for x in columns]
         if rng.random() < 0.1:  # of another dtype, length or rank
             wrong = rng.randrange(4)
             x = given[wrong]
@@ -265,7 +265,7 @@ class GraphStores:
         batch = allocator.alloc(longest).flip(0)
         yield self.replay("another batch", batch)
         odd = batch.clone()
-        odd[1:5] = torch.tensor([-1, self.pool.full_to_swa.shape[0] - 1, 2**40, page - 1])
+        odd[1:5] = torch.tensor([-1, self.pool.full_to_swa.shape[0] - 1, 2**40, page - 1], device="cpu")
         yield self.replay("slots out of range", odd)
         self._set_scales(0.5, 4.0)
         yield self.replay("other scales", batch)
@@ -277,7 +277,7 @@ class GraphStores:
         size = min(n for n in self.SIZES if n >= live)
         for pair in self.rows:
             for x in pair:
-                x.copy_(torch.randn(x.shape, generator=self.generator))
+                x.copy_(torch.randn(x.shape, generator=self.generator, dtype=torch.float32, device="cpu"))
                 x[live:] = math.nan
         twin = torch.where(loc == loc.int(), loc, -1)
         swa = torch.from_numpy(self.pool.allocator.mapping)[torch.where(self._in_range(loc), loc, -1)]
@@ -324,7 +324,9 @@ class GraphStores:
         writable = (slots >= self.pool.page_size) & (slots < len(caches[0]))
         for cache, x, scale in zip(caches, self.rows[layer], self.scales, strict=True):
             fmt = KVFormat(2, 16, 8, cache.dtype, self.pool.page_size)
-            values = reference.convert(x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale))
+            values = reference.convert(
+                x[: len(slots)].cpu(), fmt, torch.full((2,), 1 / scale, dtype=torch.float32, device="cpu")
+            )
             cache.view(torch.uint8)[slots[writable]] = values.view(torch.uint8)[writable]
         return caches
 
@@ -340,7 +342,7 @@ class GraphStores:
         if [t.data_ptr() for t in locations] != self.addresses:
             raise Mismatch(f"{name}: a location buffer moved")
         for what, want, got in zip(("loc", "swa_loc", "int32.loc", "int32.swa_loc"), expected, locations, strict=True):
-            padded = torch.full((len(got),), PAD)
+            padded = torch.full((len(got),), PAD, device="cpu")
             padded[: len(want)] = want
             if not torch.equal(padded, got.cpu().long()):
                 raise Mismatch(f"{name}: {what}: expected {padded.tolist()}, got {got.tolist()}")

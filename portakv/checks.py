@@ -15,7 +15,7 @@ from portakv.arguments import require_plain, shown
 from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
 from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnership, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
-from portakv.groups import Layer, LayerGroup
+from portakv.groups import Layer, LayerGroup, widest_window
 from portakv.layers import LayerSpec, check_positive
 from portakv.write_loc import WriteLoc, require_location
 
@@ -78,7 +78,7 @@ def pool_layout(
 def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> torch.Tensor:
     """A scale, or one per KV head, as float32 on the host: `[1]` or `[H]`."""
     if scale is None:
-        return torch.ones(1)
+        scale = 1.0
     if isinstance(scale, torch.Tensor):
         require_plain(name, scale)
         good, got = scale.is_floating_point() and not scale.is_meta, f"{scale.dtype} on {scale.device}"
@@ -88,7 +88,9 @@ def scales(name: str, scale: float | torch.Tensor | None, num_kv_heads: int) -> 
         raise TypeError(f"{name}: expected a number or a tensor of floats, got {got}")
     if isinstance(scale, int):  # as a float where it is one: torch takes ints of 64 bits only
         scale = float(scale) if scale.bit_length() <= 128 else math.inf
-    value = torch.as_tensor(scale).detach().to("cpu", torch.float32).reshape(-1)
+    if not isinstance(scale, torch.Tensor):
+        scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+    value = scale.detach().to("cpu", torch.float32).reshape(-1)
     if value.numel() not in (1, num_kv_heads):
         raise ValueError(f"{name}: expected 1 value or {num_kv_heads}, one per KV head, got {value.numel()}")
     if not (value.isfinite() & (value > 0) & (1 / value).isfinite()).all():
@@ -287,4 +289,5 @@ def check_attachable(pool: HybridKVPool, target: HybridKVPool, size: int, swa_si
         if mine != theirs:
             raise ValueError(f"{name}: expected {theirs} as the pool whose slots are shared, got {mine}")
     if pool.window is not None and pool.window > (target.window or 0):
-        raise ValueError(f"layers: expected windows the shared slots keep, at most {target.window}, got {pool.window}")
+        name = "layers" if pool.window == widest_window(pool.layers, None) else "swa_window"
+        raise ValueError(f"{name}: expected windows the shared slots keep, at most {target.window}, got {pool.window}")

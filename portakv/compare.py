@@ -160,8 +160,8 @@ def scaled_subjects(device: torch.device, prompts: Sequence[str]) -> Iterator[Su
     pad: int = _COMMON["pad_token_id"]
     rows = [list(prompt.encode()) or [pad] for prompt in prompts]
     width = max(map(len, rows))
-    input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device="cpu")
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device="cpu")
     for name, changes in SCALED.items():
         config = AutoConfig.for_model(name, **(_COMMON | changes))
         with torch.random.fork_rng(devices=[]):
@@ -274,7 +274,7 @@ def measure_store(device: torch.device, tokens: int = 4096, rounds: int = 8) -> 
     """
     parts = 8
     pool = HybridKVPool([LayerSpec(None, 8, 128)], size=parts * tokens, device=device)
-    order = torch.randperm(pool.size, generator=torch.Generator().manual_seed(0)) + pool.page_size
+    order = torch.randperm(pool.size, generator=torch.Generator().manual_seed(0), device="cpu") + pool.page_size
     write_locs = [pool.plan_write(loc) for loc in order.view(parts, tokens)]
     k, v = torch.randn((2, tokens, 8, 128), device=device).to(pool.dtype)
     caches = pool.get_kv_buffer(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import functools
 import importlib.metadata
 import importlib.util
@@ -15,13 +16,18 @@ import mmap
 import os
 import platform
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from portakv.errors import DeviceUnavailable
+from portakv import host_memory
+from portakv.errors import DeviceUnavailable, OutOfMemory
+
+T = TypeVar("T")
 
 
 class DeviceKind(enum.Enum):
@@ -291,14 +297,73 @@ def shares_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`; None where nothing tells.
+
+    On the host that is what `host_memory.left` finds, on a GPU what its driver has free and torch keeps for reuse.
+    """
+    if shares_host_memory(device):
+        return host_memory.left()
+    module: Any = None if device.type == "meta" else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    try:
+        free = int(module.mem_get_info(device)[0])
+    except RuntimeError:  # of Intel's driver without the rights or the library to ask
+        return None
+    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+
+
+def require_memory(asked: int, device: torch.device) -> None:
+    """Raise `OutOfMemory` if `device` has not `asked` bytes available, or no address could count them."""
+    left = available(device)
+    if asked > (sys.maxsize if left is None else left):
+        raise OutOfMemory(asked, left, str(device))
+
+
+def allocate(make: Callable[[], T], asked: Mapping[torch.device, int]) -> T:
+    """What `make` returns, once the bytes that it is known to need on each device are found available.
+
+    Raises `OutOfMemory` before anything is allocated, or where an allocation fails still; what was made by then is
+    given back.
+    """
+    for device, num_bytes in asked.items():
+        require_memory(num_bytes, device)
+    try:
+        return make()
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, OutOfMemory) or not _lacks_memory(error):
+            raise
+        # Only torch's own errors are about another device than the host.
+        short = list(asked)[-1] if isinstance(error, torch.OutOfMemoryError) else torch.device("cpu")
+    # Not inside the handler: the frames of an error that this one came from would keep what was made.
+    raise OutOfMemory(asked.get(short, 0), available(short), str(short))
+
+
+def _lacks_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = "DefaultCPUAllocator", "out of memory"
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def huge_pages() -> bool:
+    """Whether host memory of pools is to lie in huge pages: `PORTAKV_HUGE_PAGES`, by default yes."""
+    value = os.environ.get("PORTAKV_HUGE_PAGES", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"PORTAKV_HUGE_PAGES: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
 def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Zeroed uint8 `[num_bytes]` on `device`, on the host in huge pages where the system gives them when asked."""
-    if device.type != "cpu" or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    advice = "MADV_HUGEPAGE" if huge_pages() else "MADV_NOHUGEPAGE"
+    if device.type != "cpu" or num_bytes < _HUGE_PAGE or not hasattr(mmap, advice):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     # Rows are scattered over the whole pool, and a page walk for each costs as much as moving it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without transparent huge pages knows no such advice
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(getattr(mmap, advice))
     # Touched now, not by the first stores.
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
@@ -307,7 +372,7 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device` in its stream's order, without waiting where the device reads pinned memory."""
     if device.type in ("cuda", "xpu"):
         # Pinned memory of our own: who has pinned `host` already may write to it before the copy has run.
-        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+        pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
         return pinned.to(device, non_blocking=True)
     return host.to(device)
 

@@ -132,15 +132,23 @@ def load(op: str, selection: Selection) -> Callable[..., None]:
 
 @functools.cache
 def _of_plain_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, in torch ops, which would meet what they cannot take half way, with tensors that they can."""
+    """`kernel`, in torch ops, which would meet what they cannot take half way, with tensors that they can.
+
+    What was made in inference mode is written there, as torch demands; kernels of other rows write it in any mode.
+    """
     names = tuple(inspect.signature(kernel).parameters)
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
+        inference = False
         for name, x in zip(names, args, strict=True):
             if isinstance(x, torch.Tensor):
                 require_plain(name, x)
-        return kernel(*args)
+                inference |= x.is_inference()
+        if not inference:
+            return kernel(*args)
+        with torch.inference_mode():
+            return kernel(*args)
 
     return run
 

@@ -37,6 +37,24 @@ class OutOfSlots(PortaKVError):
         return self.need - self.free
 
 
+class OutOfMemory(PortaKVError, MemoryError):
+    """Memory does not hold a pool, a plan or a graph's buffers; nothing is allocated.
+
+    `asked` and `available` are bytes at `where`, "cpu" or a device such as "cuda:0". `available` is None where nothing
+    tells it.
+    """
+
+    def __init__(self, asked: int, available: int | None, where: str) -> None:
+        super().__init__(asked, available, where)  # pickle makes it again of these
+        self.asked = asked
+        self.available = available
+        self.where = where
+
+    def __str__(self) -> str:
+        known = "an unknown number" if self.available is None else self.available
+        return f"{self.where}: asked for {self.asked} bytes, {known} available"
+
+
 class SlotOwnership(PortaKVError, ValueError):
     """A double free, a slot that was never handed out, or part of a page."""
 

@@ -171,38 +171,57 @@ def _check_alias(layers: Sequence[LayerSpec], i: int, producer: int) -> None:
         raise ValueError(f"layers[{i}].alias_of: expected one of its kind, full or sliding window, got {producer}")
 
 
+def widest_window(layers: Sequence[LayerSpec], swa_window: int | None) -> int | None:
+    """What an SWA side keeps: the largest window of `layers` and `swa_window`, None without either."""
+    windows = [spec.window for spec in layers if spec.window is not None]
+    if swa_window is not None:
+        windows.append(check_positive("swa_window", swa_window))
+    return max(windows, default=None)
+
+
+def buffer_rows(size: int, swa_size: int | None, page_size: int) -> dict[str, int]:
+    """The slots of each side's buffers: whole pages, and the reserved one."""
+    return {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
+
+
+def pool_bytes(
+    groups: Plan, size: int, swa_size: int | None, page_size: int, device: torch.device, owns_slots: bool = True
+) -> dict[torch.device, int]:
+    """What a pool of these sizes allocates on the host and on `device`; `nbytes` of it is their sum."""
+    rows, host = buffer_rows(size, swa_size, page_size), torch.device("cpu")
+    needs = {host: 0, device: 8 * len(FAULT_KINDS)}
+    for (side, fmt), ids in groups.items():
+        needs[device] += len(ids) * (fmt.nbytes(rows[side]) + 16 * fmt.num_kv_heads)  # and the scales
+    if owns_slots:
+        needs[host] += HybridSlotAllocator.host_bytes(size, swa_size, page_size)
+        if not devices.shares_host_memory(device):
+            needs[device] += 8 * (rows["full"] + 1)  # the mapping's copy
+    return needs
+
+
+def check_ratio(swa_ratio: float | None) -> None:
+    """Raise `TypeError` or `ValueError` for what is no share of a full side."""
+    if swa_ratio is not None and (not isinstance(swa_ratio, (int, float)) or isinstance(swa_ratio, bool)):
+        raise TypeError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio!r}")
+    if swa_ratio is not None and not 0 < swa_ratio <= 1:
+        raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
+
+
 def fit_sizes(
-    groups: Plan,
-    budget: int,
-    swa_ratio: float | None,
-    page_size: int,
-    device: torch.device,
+    groups: Plan, budget: int, swa_ratio: float | None, page_size: int, device: torch.device
 ) -> tuple[int, int | None]:
     """The largest `size`, and `swa_size = size * swa_ratio`, whose pool stays within `budget` bytes.
 
     Raises `ValueError` if not one page fits.
     """
     check_positive("budget", budget)
-    if swa_ratio is not None and (not isinstance(swa_ratio, (int, float)) or isinstance(swa_ratio, bool)):
-        raise TypeError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio!r}")
-    if swa_ratio is not None and not 0 < swa_ratio <= 1:
-        raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
-    page_bytes = {"full": 0, "swa": 0}
-    fixed = 8 * len(FAULT_KINDS)
-    for (side, fmt), ids in groups.items():
-        page_bytes[side] += len(ids) * fmt.nbytes(page_size)
-        fixed += 16 * fmt.num_kv_heads * len(ids)  # scales
-    map_bytes = 0 if devices.shares_host_memory(device) else 8  # the mapping's copy on the device
 
     def sizes(pages: int) -> tuple[int, int | None]:
         size = pages * page_size
         return size, None if swa_ratio is None else max(int(size * swa_ratio), 1)
 
     def cost(pages: int) -> int:
-        size, swa_size = sizes(pages)
-        swa_pages = (swa_size or 0) // page_size + 1
-        slots = HybridSlotAllocator.host_bytes(size, swa_size, page_size) + map_bytes * (size + page_size + 1)
-        return page_bytes["full"] * (pages + 1) + page_bytes["swa"] * swa_pages + slots + fixed
+        return sum(pool_bytes(groups, *sizes(pages), page_size, device).values())
 
     pages = bisect.bisect_right(range(1, budget), budget, key=cost)
     if pages == 0:

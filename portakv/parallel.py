@@ -29,6 +29,8 @@ from portakv.write_loc import KVWriteLoc, WriteLoc, require_location
 Tensor = torch.Tensor
 
 DTYPES = (*FLOAT_DTYPES, *FP8_DIALECTS)
+HEADER_BYTES = 8
+"""A rank's first row begins with 1 + its layer as int64, or 0 where it was refused; no row is shorter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +48,7 @@ class ZigzagWriteLoc:
     group: dist.ProcessGroup | None
     _buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @torch.inference_mode(False)  # kept for layers that may be stored outside of it
     def buffers(self, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Bytes to send `[1 + most rows, row_bytes]` and to get, `[ranks * that, row_bytes]`; kept for later layers."""
         if row_bytes not in self._buffers:
@@ -164,13 +167,13 @@ def cp_allgather_and_save_kv(
     # Where ranks hear of each other all rows are as wide as the widest layer's: those of another layer still arrive.
     formats = [group.fmt for group in pool.groups] if layer is None or hears else [layer.fmt]
     width = max(fmt.num_kv_heads * (fmt.head_dim + fmt.v_head_dim) for fmt in formats)
-    send, gathered = plan.buffers(width * plan.dtype.itemsize)
+    send, gathered = plan.buffers(max(width * plan.dtype.itemsize, HEADER_BYTES))
     if layer is not None and refusal is None:
         own = _split(send[1 : 1 + plan.rows[plan.rank]], layer, plan.dtype.itemsize)
         for part, x in zip(own, (k, v), strict=True):
             part.copy_(x.view(torch.uint8))
     if hears:
-        send[0, 0] = 0 if refusal else 1 + layer_id % 255
+        send[0, :HEADER_BYTES].view(torch.int64).fill_(0 if refusal else 1 + layer_id)
     # torch 2.13 renamed it.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, send, group=plan.group)
@@ -178,7 +181,7 @@ def cp_allgather_and_save_kv(
         raise refusal
     assert layer is not None
     if hears:
-        headers = gathered[:: send.shape[0], 0].tolist()
+        headers = gathered[:: send.shape[0], :HEADER_BYTES].contiguous().view(torch.int64).flatten().tolist()
         odd = [rank for rank, header in enumerate(headers) if header != headers[plan.rank]]
         if odd:
             raise ValueError(f"k, v: expected rows of layer {layer_id} from every rank, refused or of another on {odd}")
@@ -245,7 +248,8 @@ _COMPARED = ("write_loc", "seq_lens", "dtype", "pool", "check")
 
 def _compare(mine: dict[str, int] | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank unless all have the same numbers; with None, only let the others know of a refusal."""
-    values = torch.tensor([-1] * len(_COMPARED) if mine is None else [mine[name] for name in _COMPARED])
+    given = [-1] * len(_COMPARED) if mine is None else [mine[name] for name in _COMPARED]
+    values = torch.tensor(given, dtype=torch.int64, device="cpu")
     both = torch.cat((values, -values)).to(device)
     dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
     if mine is None:

@@ -12,11 +12,25 @@ from torch.utils import _python_dispatch as modes
 
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
+from portakv.allocator import HybridSlotAllocator
 from portakv.arguments import require_bool, require_index_dtype
 from portakv.arrays import as_ints
 from portakv.consumers import ReadStyle
 from portakv.formats import FAULT_KINDS, SLOT_OPS, Structure
-from portakv.groups import Layer, allocate_group, allocate_slots, check_kernels, fit_sizes, name_rows, plan_groups
+from portakv.groups import (
+    Layer,
+    LayerGroup,
+    allocate_group,
+    allocate_slots,
+    buffer_rows,
+    check_kernels,
+    check_ratio,
+    fit_sizes,
+    name_rows,
+    plan_groups,
+    pool_bytes,
+    widest_window,
+)
 from portakv.layers import LayerSpec, check_positive
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
@@ -40,8 +54,13 @@ class HybridKVPool:
     pool runs to the rows that must serve them; `strict` forbids automatic reference rows. `slots_of` attaches this pool
     to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
 
+    The SWA side keeps the largest window of the layers and `swa_window`, which says what the layers do not: a pipeline
+    rank with none but full layers, or a target whose draft has the wider window, then evicts as its peers do. An SWA
+    side that no layer lives on is ids without buffers.
+
     Raises `TypeError` and `ValueError` for arguments that make no pool, or one that could never serve one request,
-    `DeviceUnavailable`, `NoKernel`; nothing is allocated then.
+    `DeviceUnavailable`, `NoKernel`, and `OutOfMemory` if memory, without swap, does not hold the pool; nothing is
+    allocated then.
     """
 
     @torch.inference_mode(False)  # what is made here must stay writable outside of an engine's inference mode
@@ -59,6 +78,7 @@ class HybridKVPool:
         kernels: Mapping[str, str] | None = None,
         strict: bool = False,
         slots_of: HybridKVPool | None = None,
+        swa_window: int | None = None,
     ) -> None:
         self.layers = checks.pool_layers(layers)
         self.page_size = check_positive("page_size", page_size)
@@ -70,10 +90,11 @@ class HybridKVPool:
         self.dtype = checks.storage_dtype(dtype, found)
         self.layout = checks.pool_layout(layout, self.layers, self.dtype, page_size, found)
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
-        windows = [spec.window for spec in self.layers if spec.window is not None]
-        self.window = max(windows) if windows and self.has_swa else None
+        if swa_window is not None and not self.has_swa:
+            raise ValueError(f"swa_window: expected None without swa_size, got {swa_window}")
+        self.window = widest_window(self.layers, swa_window) if self.has_swa else None
         common = dispatch.select_all(found, kernels, strict, dict.fromkeys(SLOT_OPS))
-        rows = {side: n // page_size * page_size + page_size for side, n in (("full", size), ("swa", swa_size or 0))}
+        rows = buffer_rows(size, swa_size, page_size)
         chosen = {key: dispatch.select_all(found, kernels, strict, key[1].ops, rows[key[0]]) for key in groups}
         check_kernels(kernels, groups)
         self.kernels = name_rows((common, *chosen.values()))
@@ -82,20 +103,22 @@ class HybridKVPool:
         self._kernel = functools.partial(ops.choose, self._slot_kernels, ops.traced(common, dict.fromkeys(common)))
 
         self._owns_slots = slots_of is None
-        if slots_of is None:
-            self.allocator, self.full_to_swa = allocate_slots(
-                size, swa_size, page_size, self.window, self.device, self._kernel
-            )
-        else:
+        if slots_of is not None:
             checks.check_attachable(self, slots_of, size, swa_size)
-            self.allocator = slots_of.allocator
-            self.full_to_swa = slots_of.full_to_swa
+
+        def make() -> tuple[HybridSlotAllocator, Tensor, Tensor, tuple[LayerGroup, ...]]:
+            if slots_of is None:
+                slots = allocate_slots(size, swa_size, page_size, self.window, self.device, self._kernel)
+            else:
+                slots = slots_of.allocator, slots_of.full_to_swa
+            faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
+            of_group = ((key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items())
+            return *slots, faults, tuple(allocate_group(*each) for each in of_group)
+
+        needs = pool_bytes(groups, size, swa_size, page_size, self.device, self._owns_slots)
+        self.allocator, self.full_to_swa, self._faults, self.groups = devices.allocate(make, needs)
         self.size = size // page_size * page_size
         self.swa_size = None if swa_size is None else swa_size // page_size * page_size
-        self._faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
-        self.groups = tuple(
-            allocate_group(key, ids, self.layers, rows[key[0]], self.device, chosen[key]) for key, ids in groups.items()
-        )
         self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
         self._stores_swa = any(group.side == "swa" for group in self.groups)
         self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
@@ -114,21 +137,30 @@ class HybridKVPool:
         dtype: torch.dtype | str = torch.bfloat16,
         layout: str = "rows",
         device: torch.device | str | devices.DeviceKind | None = None,
+        swa_window: int | None = None,
         **options: Any,
     ) -> HybridKVPool:
         """The largest pool whose `nbytes` stay within `budget` bytes.
 
-        `swa_ratio` is `swa_size / size`, in (0, 1]; `None` keeps every layer on the full side. Raises `ValueError` if
-        the budget does not hold a pool that can serve one request.
+        `swa_ratio` is `swa_size / size`, in (0, 1]; `None` keeps every layer on the full side. Layers without a window
+        get no SWA side, whatever the ratio, as it would only limit them; with `swa_window` they get one, of ids alone,
+        as a pipeline rank needs whose peers have windows. Ranks that must agree take the smallest sizes that any of
+        them fits, and build their pools with these. Raises `ValueError` if the budget does not hold a pool that can
+        serve one request.
         """
         target = devices.resolve(device)
         specs, found = checks.pool_layers(layers), devices.facts(target)
         storage = checks.storage_dtype(dtype, found)
         lies = checks.pool_layout(layout, specs, storage, check_positive("page_size", page_size), found)
+        check_ratio(swa_ratio)
+        if swa_window is not None and swa_ratio is None:
+            raise ValueError(f"swa_window: expected None without swa_ratio, got {swa_window}")
+        if widest_window(specs, swa_window) is None:
+            swa_ratio = None
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
         options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": target}
-        return cls(layers, size=size, swa_size=swa_size, **options)
+        return cls(layers, size=size, swa_size=swa_size, swa_window=swa_window, **options)
 
     @property
     def kv_bytes(self) -> int:

@@ -32,6 +32,9 @@ _Bounds = tuple[int, int, int, tuple[ReadFormat, ...]]
 _Measure = Callable[..., tuple[int, Shapes] | None]
 """`measure_read` of `portakv.kernels.reference`, whose docstring is the contract."""
 
+LARGE_PLAN = 1 << 24
+"""Indices up to which nobody asks whether memory holds them, which takes half a millisecond."""
+
 Key = tuple[str, int | None]
 """(side, window): layers of one key read the same indices."""
 
@@ -153,7 +156,7 @@ class ReadPlanner:
             size, shapes = measured
         if out is not None:
             _check_room(out, size, shapes, measured is not None)
-        plan = self._new_plan(style, formats, shapes, size) if out is None else out
+        plan = self._new_plan(style, formats, shapes, size, max_len, bounds[1]) if out is None else out
         if size == 0 and out is None:  # an idle rank launches nothing
             for read in plan.structures:
                 if read.indptr is not None:
@@ -174,9 +177,7 @@ class ReadPlanner:
         given = {"max_reqs": max_reqs, "max_len": max_len, "max_query_len": max_query_len}
         max_reqs, max_len, max_query_len = (as_int(name, value, 1, MOST) for name, value in given.items())
         shapes = _bound(max_reqs, max_len, max_query_len, style.column_multiple, formats)
-        if (most := max(map(math.prod, shapes))) > MOST // style.index_dtype.itemsize:
-            raise ValueError(f"{', '.join(given)}: expected a plan that memory can hold, got one of {most} indices")
-        plan = self._new_plan(style, formats, shapes, max_reqs)
+        plan = self._new_plan(style, formats, shapes, max_reqs, max_len, max_query_len)
         for read in plan.structures:
             read.indices.fill_(style.pad)
             for lengths in (read.indptr, read.lens, read.starts):
@@ -198,14 +199,40 @@ class ReadPlanner:
         return _style_of.__wrapped__(*choice, prefix_only, self.keys, self._page_size)
 
     def _new_plan(
+        self,
+        style: ReadStyle,
+        formats: Sequence[ReadFormat],
+        shapes: Sequence[tuple[int, ...]],
+        size: int,
+        max_len: int,
+        max_query_len: int,
+    ) -> ReadPlan:
+        """Buffers of `shapes`. Raises `OutOfMemory`."""
+        # No structure has more lines than queries, nor, before they are rounded up, more columns than keys.
+        most = size * (max_query_len or 1) * (max_len + style.column_multiple)
+        if most <= LARGE_PLAN or sum(map(math.prod, shapes)) <= LARGE_PLAN:
+            try:
+                return self._allocate(style, formats, shapes, size)
+            except torch.OutOfMemoryError:  # said with its numbers below, unless there is room by then
+                pass
+        count = 0
+        for fmt, shape in zip(formats, shapes, strict=True):
+            ragged = fmt.structure is RAGGED
+            if ragged and style.index_dtype is torch.int32 and shape[0] > torch.iinfo(torch.int32).max:
+                raise ValueError(f"index_dtype: expected torch.int64 for {shape[0]} indices, got {style.index_dtype}")
+            count += math.prod(shape) + (3 * size + 1 if ragged else 2 * shape[0])
+        if is_dynamo_compiling():
+            return self._allocate(style, formats, shapes, size)
+        needs = {self._device: count * style.index_dtype.itemsize}
+        return devices.allocate(lambda: self._allocate(style, formats, shapes, size), needs)
+
+    def _allocate(
         self, style: ReadStyle, formats: Sequence[ReadFormat], shapes: Sequence[tuple[int, ...]], size: int
     ) -> ReadPlan:
         like, structures = self._like[style.index_dtype], []
         for (side, window), fmt, shape in zip(self.keys, formats, shapes, strict=True):
             rows, indptr = shape[0], None
             if fmt.structure is RAGGED:
-                if rows > torch.iinfo(style.index_dtype).max:
-                    raise ValueError(f"index_dtype: expected torch.int64 for {rows} indices, got {style.index_dtype}")
                 rows, indptr = size, like.new_empty(size + 1)
             lengths = (indptr, like.new_empty(rows), like.new_empty(rows))
             structures.append(ReadIndices(fmt.structure, side, window, like.new_empty(shape), *lengths))

@@ -75,10 +75,10 @@ class _Random(random.Random):
         self.generator = torch.Generator().manual_seed(seed)
 
     def ints(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=self.generator)
+        return torch.randint(low, high, shape, generator=self.generator, device="cpu")
 
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
 
 def formats() -> tuple[KVFormat, ...]:
@@ -217,7 +217,7 @@ def _cast_args(case: Case, rng: _Random) -> list[Arg]:
 
 def _patch_args(case: Case, rng: _Random) -> list[Arg]:
     num_rows = 3 * case.tokens + 10
-    slots = torch.tensor(rng.sample(range(1, num_rows), case.tokens), dtype=torch.int64)
+    slots = torch.tensor(rng.sample(range(1, num_rows), case.tokens), dtype=torch.int64, device="cpu")
     return [canary((num_rows + 1,), torch.int64), wrap(slots), wrap(rng.ints(0, 99, (case.tokens,)))]
 
 
@@ -240,7 +240,7 @@ def _rope_args(case: Case, rng: _Random) -> list[Arg]:
     cos_sin = canary((most, dims), dtype, (dims if case.style == "dense" else dims + 3, 1))
     _fill(cos_sin.tensor, rng)
     positions = rng.ints(0, most, (case.tokens,))
-    odd = torch.tensor([-1, most, -(2**31), 2**31 - 1])[rng.ints(0, 4, (case.tokens,))]
+    odd = torch.tensor([-1, most, -(2**31), 2**31 - 1], device="cpu")[rng.ints(0, 4, (case.tokens,))]
     positions = torch.where(rng.ints(0, 12, (case.tokens,)) == 0, odd, positions)
     if rng.random() < 0.5:
         positions = positions.to(torch.int32)
@@ -294,14 +294,14 @@ def _read_args(case: Case, rng: _Random) -> list[Arg]:
     requests = batch + 2
     stride = {"dense": (width, 1), "strided": (width + 5, 1), "paged": (3 * width, 1)}[case.style]
     table = canary((requests, width), variant.index_dtype, stride)
-    strange = torch.tensor(odd)[rng.ints(0, len(odd), (requests, width))]
+    strange = torch.tensor(odd, device="cpu")[rng.ints(0, len(odd), (requests, width))]
     table.tensor.copy_(
         torch.where(rng.ints(0, 30, (requests, width)) == 0, strange, rng.ints(1, 400, (requests, width)))
     )
 
     def lengths(values: list[int]) -> Buffer:
         out = canary((batch,), lens_dtype, (1 if case.style == "dense" else 2,))
-        out.tensor.copy_(torch.tensor(values, dtype=lens_dtype))
+        out.tensor.copy_(torch.tensor(values, dtype=lens_dtype, device="cpu"))
         return out
 
     def strangely(value: int) -> int:
@@ -342,7 +342,7 @@ _BUILDERS: dict[str, Callable[[Case, _Random], list[Arg]]] = {
 
 
 def faults() -> Buffer:
-    return wrap(torch.zeros(len(FAULT_KINDS), dtype=torch.int64))
+    return wrap(torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device="cpu"))
 
 
 def _fmt(case: Case) -> KVFormat:
@@ -376,7 +376,7 @@ def _slots(case: Case, rng: _Random, num_rows: int, unique: bool, page_size: int
         for i in range(count):
             if rng.random() < 0.3:
                 values[i] = rng.choice(values)
-    return wrap(torch.tensor(values, dtype=case.variant.index_dtype))
+    return wrap(torch.tensor(values, dtype=case.variant.index_dtype, device="cpu"))
 
 
 def _rows(case: Case, dtype: torch.dtype, dim: int, rng: _Random | None = None) -> Buffer:
@@ -446,7 +446,7 @@ def _fill(x: torch.Tensor, rng: _Random) -> None:
     values = rng.normal(x.shape) * torch.exp2(rng.ints(-12, 12, x.shape).float())
     inf, nan = float("inf"), float("nan")
     odd = [nan, inf, -inf, 0.0, -0.0, 448.0, 464.0, 465.0, -240.0, 57344.0, 6e-8, 1e-40, -6e-40]
-    special = torch.tensor(odd)
+    special = torch.tensor(odd, dtype=torch.float32, device="cpu")
     pick = rng.ints(0, 40 * len(special), x.shape)
     x.copy_(torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], values))
 

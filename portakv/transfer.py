@@ -106,7 +106,7 @@ def copy_to_host(
         loc = _side(group, locations, live)
         raw, device = group.raw, group.k_caches.device
         keys, values = (
-            torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype)
+            torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype, device="cpu")
             for dim in (raw.head_dim, raw.v_head_dim)
         )
         gather = group.kernel("gather_kv", raw)

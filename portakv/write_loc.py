@@ -89,10 +89,13 @@ class GraphWriteLoc:
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
     def __init__(self, translate: Translate, max_tokens: int, device: torch.device, int32_twin: bool = False) -> None:
         require_bool("int32_twin", int32_twin)
-        self.loc, self.swa_loc = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
-        self.int32: KVWriteLoc | None = None
-        if int32_twin:
-            self.int32 = KVWriteLoc(*torch.zeros((2, max_tokens), dtype=torch.int32, device=device))
+        dtypes = INDEX_DTYPES if int32_twin else (torch.int64,)
+        needs = {device: 2 * max_tokens * sum(dtype.itemsize for dtype in dtypes)}
+        made = devices.allocate(
+            lambda: {dtype: torch.zeros((2, max_tokens), dtype=dtype, device=device) for dtype in dtypes}, needs
+        )
+        self.loc, self.swa_loc = made[torch.int64]
+        self.int32 = KVWriteLoc(*made[torch.int32]) if int32_twin else None
         self._translate = translate
 
     def __len__(self) -> int:

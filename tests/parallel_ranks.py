@@ -303,6 +303,46 @@ def disagreements(rank: int, world: int) -> None:
     same_bytes(pool, expected)
 
 
+def layers_of_any_number(rank: int, world: int) -> None:
+    """Rows of two bytes name their layer whole: no two of them are taken for each other."""
+    layers = [LayerSpec(None, 1, 1)] * 512
+    pool = HybridKVPool(layers, size=16, dtype=torch.float8_e4m3fn, device="cpu")
+    loc = pool.allocator.alloc(2 * world)
+    plan = plan_zigzag_write(pool, pool.plan_write(loc), pool.dtype)
+    k, v = (torch.full((2 * world, 1, 1), x).to(pool.dtype) for x in (2.0, 3.0))
+    own = [x.view(torch.uint8)[:2].view(pool.dtype) for x in (k, v)]
+    for one, another in ((0, 255), (0, 256), (1, 256), (255, 511), (0, 510)):
+        with refused(ValueError, "from every rank, refused or of another on"):
+            cp_allgather_and_save_kv(pool, another if rank == world - 1 else one, plan, *own)
+    assert not any(x.view(torch.uint8).any() for layer in range(512) for x in pool.get_kv_buffer(layer))
+    cp_allgather_and_save_kv(pool, 511, plan, *own)
+    for got, want in zip(pool.get_kv_buffer(511), (k, v), strict=True):
+        assert torch.equal(got[loc.tolist()].view(torch.uint8), want.view(torch.uint8))
+
+
+def whatever_the_process_has_set(rank: int, world: int) -> None:
+    """A default device and dtype, and a plan that is made in inference mode and used outside of it."""
+    pool, expected = make_pool(), make_pool()
+    write_loc = pool.plan_write(pool.allocator.alloc(TOKENS))
+    expected.allocator.alloc(TOKENS)
+    every = [make_rows(layer, TOKENS) for layer in range(len(LAYERS))]
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            plan = plan_zigzag_write(pool, write_loc, torch.bfloat16)
+            split = [[zigzag_split(x, rank, world) for x in whole] for whole in every]
+            cp_allgather_and_save_kv(pool, 0, plan, *split[0])
+        for layer in range(1, len(LAYERS)):
+            cp_allgather_and_save_kv(pool, layer, plan, *split[layer])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for layer, whole in enumerate(every):
+        expected.set_kv_buffer(layer, write_loc, *whole)
+    same_bytes(pool, expected)
+
+
 CASES = [
     every_number_of_tokens,
     every_dtype,
@@ -316,6 +356,8 @@ CASES = [
     subgroups,
     one_gather_and_one_launch,
     disagreements,
+    layers_of_any_number,
+    whatever_the_process_has_set,
 ]
 
 

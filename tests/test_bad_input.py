@@ -20,6 +20,7 @@ from portakv import (
     LayerSpec,
     MissingSwaLoc,
     NoKernel,
+    OutOfMemory,
     OutOfSlots,
     PortaKVError,
     ReadPlan,
@@ -1094,8 +1095,8 @@ READ_PLANS: list[Bad] = [
         (
             f"graph of {reqs} x {length} for {consumer}",
             lambda w, reqs=reqs, length=length, of=consumer: w.pool.graph_read_plan(reqs, length, consumer=of),
-            ValueError,
-            "max_reqs, max_len, max_query_len: expected a plan that memory can hold, got one of .* indices",
+            OutOfMemory,
+            r"asked for \d+ bytes, \d+ available",
         )
         for consumer in ("flashattention", "triton", "flashmla")
         for reqs, length in ((1, 2**63 - 1), (2**62, 8), (2**40, 2**40))

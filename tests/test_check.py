@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from portakv import check, cli
@@ -25,10 +26,6 @@ def run(*args: str) -> tuple[int, dict]:
 def without_faults(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt) -> None:
     """A store that counts no fault, as a row of the table."""
     reference.store_kv(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults.clone(), fmt)
-
-
-def slow(*args) -> None:
-    time.sleep(0.01)
 
 
 def add_row(monkeypatch: pytest.MonkeyPatch, op: str, row: Row) -> None:
@@ -77,7 +74,9 @@ def test_a_wrong_row_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_shows_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     add_function(monkeypatch, "cast_loc", without_faults)  # of another op: it cannot even be called
     monkeypatch.setattr(check, "GRAPH_FILLS", {})
-    result = CliRunner().invoke(cli.app, ["check", "--device", "cpu"], env={"COLUMNS": "200"})
+    # Its own width: a console takes COLUMNS as it was when it was made, as by a terminal or pytest-xdist.
+    monkeypatch.setattr(cli, "_out", Console(width=200))
+    result = CliRunner().invoke(cli.app, ["check", "--device", "cpu"])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert "TypeError: without_faults() missing" in result.stdout
@@ -93,12 +92,19 @@ def test_a_row_that_cannot_serve_is_no_failure(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_deadline_shows_in_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_function(monkeypatch, "patch_map", slow)
-    monkeypatch.setattr(check.testing, "check", lambda op, kernel, case, device: kernel())
-    outcome = check.check_row("patch_map", "wrong", CPU, until=time.monotonic() + 0.05)
-    assert outcome.result == "passed"
-    assert 0 < outcome.cases < outcome.total
-    outcome = check.check_row("patch_map", "wrong", CPU, until=time.monotonic())
+    """The clock moves a second a case, and not at all before the first."""
+    now = 0.0
+
+    def one_second(*_) -> None:
+        nonlocal now
+        now += 1
+
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(check.testing, "check", one_second)
+    outcome = check.check_row("patch_map", "native", CPU, until=4.5)
+    assert (outcome.result, outcome.cases) == ("passed", 5)
+    assert outcome.total > 5
+    outcome = check.check_row("patch_map", "native", CPU, until=4.5)
     assert (outcome.result, outcome.cases) == ("not run", 0)
 
 

@@ -6,6 +6,8 @@ That every op matches the reference on shared inputs is tested for all rows of t
 from __future__ import annotations
 
 import ctypes
+import inspect
+import itertools
 import os
 import random
 import shutil
@@ -20,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from portakv import buffers, testing
+from portakv import buffers, check, testing
 from portakv.formats import FAULT_KINDS, FP8_DIALECTS, KVFormat
-from portakv.kernels import cpu_amx, reference
+from portakv.kernels import cpu_amx, reference, reference_flashmla, reference_packed
 from portakv.table import TABLE
 
 if problem := cpu_amx.build_problem():
@@ -148,6 +150,113 @@ def test_tensors_that_are_not_aligned_to_their_items(isa: str) -> None:
     _native.store_kv(k, k, cache[0], cache[1], loc, one, one, faults(), fmt)
     reference.store_kv(k.clone(), k.clone(), want[0], want[1], loc, one, one, faults(), fmt)
     assert same(cache, want)
+
+
+def at_odd_address(x: torch.Tensor) -> torch.Tensor:
+    """A copy one byte off, with the same strides, as of a header and numbers in one raw buffer."""
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    raw = torch.frombuffer(bytearray(span * x.itemsize + 1), dtype=x.dtype, offset=1)
+    odd = raw.as_strided(x.shape, x.stride())
+    assert odd.data_ptr() % x.itemsize
+    return odd.copy_(x)
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_arguments_at_odd_addresses(isa: str, op: str) -> None:
+    """Build with `-fsanitize=undefined` to see more than that they are read and written right."""
+    modules = (reference, reference_flashmla, reference_packed)
+    define = next(getattr(module, op) for module in modules if op in vars(module))
+    names, run = list(inspect.signature(define).parameters), getattr(_native, op)
+
+    def run_at_odd_addresses(*args: Any) -> None:
+        moved = {}
+        for name, x in zip(names, args, strict=True):
+            if isinstance(x, torch.Tensor) and x.numel() and x.itemsize > 1 and name != "faults":
+                moved[name] = at_odd_address(x)
+        run(*(moved.get(name, x) for name, x in zip(names, args, strict=True)))
+        for name, x in zip(names, args, strict=True):
+            if name in moved:
+                x.copy_(moved[name])
+
+    for case in itertools.islice(testing.cases(op), 0, None, 7):
+        testing.check(op, run_at_odd_addresses, case, torch.device("cpu"))
+
+
+def test_lengths_at_odd_addresses_are_measured() -> None:
+    for rows, *lengths, num_rows, max_len, most, multiple, formats in itertools.islice(check.batches(), 0, None, 3):
+        given = [x if x is None or not x.numel() else at_odd_address(x) for x in (rows, *lengths)]
+        bounds = (num_rows, max_len, most, multiple, formats)
+        assert _native.measure_read(*given, *bounds) == reference.measure_read(rows, *lengths, *bounds)
+
+
+def test_fault_counters_at_an_odd_address_are_refused() -> None:
+    """They are counted with atomics, which no machine promises there."""
+    loc, odd = torch.tensor([1]), at_odd_address(faults())
+    with pytest.raises(ValueError, match="faults: expected counters aligned as atomics must be"):
+        _native.cast_loc(loc, loc.int(), odd)
+
+
+FORKED = """
+import os, signal, sys
+import torch
+from portakv import HybridKVPool, LayerSpec
+from portakv.kernels.cpu_amx import _native
+
+layout, first = sys.argv[1:]
+torch.set_num_threads(2)
+layers = [LayerSpec(None, 4, 64)] if layout != "flashmla" else [LayerSpec(None, 1, 448, 64, mla=True)]
+dtype = torch.float8_e4m3fn if layout == "flashmla" else torch.bfloat16
+pool = HybridKVPool(layers, size=4096, page_size=64, layout=layout, dtype=dtype, device="cpu", strict=True)
+spec = layers[0]
+k, v = (torch.ones(2048, spec.num_kv_heads, dim, dtype=torch.bfloat16) for dim in (spec.head_dim, spec.v_dim))
+loc = pool.allocator.alloc(2048)
+table = loc.repeat(64, 2)[:, :2048].contiguous()
+
+def every_op():
+    write_loc = pool.plan_write(loc)
+    pool.set_kv_buffer(0, write_loc, k, v)
+    rows = pool.gather_kv(0, write_loc, torch.zeros_like(k), torch.zeros_like(v))
+    pool.move_kv_cache(loc.flip(0), loc)
+    pool.move_kv_cache(loc, loc.flip(0))
+    lens = torch.full((64,), 2048)
+    for structure in ("ragged", "pages", "rows"):
+        pool.plan_read(table, torch.arange(64), lens, structure=structure)
+    pool.load_from_host(pool.copy_to_host(loc), loc)
+    return rows
+
+def used_threads():
+    return len(os.listdir("/proc/self/task"))
+
+(torch.ones(1 << 20) + 1).sum()
+if first == "portakv":
+    every_op()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    got = every_op()
+    torch.ones(1 << 20).add_(1)  # an op of torch's own
+    good = used_threads() == 1 and all((x == 1).all() for x in got)
+    grandchild = os.fork()
+    if grandchild == 0:
+        signal.alarm(60)
+        every_op()
+        os._exit(0)
+    good = good and os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 0
+    os._exit(0 if good else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+every_op()
+print("done", torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("first", ["portakv", "torch"])
+@pytest.mark.parametrize("layout", ["rows", "cpu_vec", "flashmla"])
+def test_a_forked_child_runs_on_one_thread(layout: str, first: str) -> None:
+    """The threads that `first` started stay in the parent, where GCC's OpenMP would wait for them for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, layout, first], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.stdout == "done 2\n", done.stderr
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -6,6 +6,7 @@ import errno
 import mmap
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,11 +81,37 @@ def test_memory_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) 
 
 def test_fp8_dialect_follows_the_arch() -> None:
     for arch, dialect in (
+        ("gfx940", torch.float8_e4m3fnuz),
+        ("gfx941", torch.float8_e4m3fnuz),
         ("gfx942", torch.float8_e4m3fnuz),
         ("gfx950", torch.float8_e4m3fn),
         ("sm_90", torch.float8_e4m3fn),
     ):
         assert devices.fp8_dialect(DeviceFacts(DeviceKind.HIP, arch)) is dialect
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu"])
+def test_an_upload_waits_only_where_no_pinned_memory_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs get pinned memory that is the call's own: who has pinned the source may write to it at once."""
+    host, empty, moved = torch.arange(3), torch.empty, []
+
+    class Pinned(torch.Tensor):
+        pass
+
+    def to(x: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        moved.append((x.data_ptr() == host.data_ptr(), type(x) is Pinned, x.tolist(), device.type, non_blocking))
+        return x
+
+    def pinned_empty(*args, pin_memory: bool = False, **kwargs) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.as_subclass(Pinned) if pin_memory else made
+
+    monkeypatch.setattr(torch, "empty", pinned_empty)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with torch.device("meta"):  # as where torch.set_default_device was called
+        devices.upload(host, SimpleNamespace(type=kind))
+    on_gpu = kind != "npu"
+    assert moved == [(not on_gpu, on_gpu, [0, 1, 2], kind, on_gpu)]
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -99,7 +99,7 @@ def test_kernels_import_nothing_above_them(file: Path) -> None:
 
 
 LAYERS = (
-    {"errors", "formats", "layers"},
+    {"errors", "formats", "host_memory", "layers"},
     {"device"},
     {"arrays", "consumers"},
     {"dispatch", "pages"},

@@ -42,7 +42,7 @@ def test_ranks(world: int, tmp_path: Path) -> None:
         report = json.loads(out.splitlines()[-1])
         for case, outcome in report.items():
             assert outcome == "passed", f"rank {rank}, {case}: {outcome}"
-        assert len(report) == 12
+        assert len(report) == 14
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -223,6 +223,21 @@ def test_checked_mode_raises_before_it_writes(device: torch.device) -> None:
     pool.set_kv_buffer(0, padded, k[:1].expand(4, -1, -1), v[:1].expand(4, -1, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_checked_pool_of_one_side_checks_what_it_plans(dtype: torch.dtype, device: torch.device) -> None:
+    """Nothing is translated there, so that the plan itself has to look; in graphs' buffers `translate_loc` is run."""
+    pool = HybridKVPool([FULL, SWA], size=64, page_size=4, device=device, check=True)
+    buffers = pool.graph_write_loc(4)
+    for plan in (lambda loc: pool.plan_write(loc, dtype), buffers.fill):
+        plan(torch.tensor([67, 0, -1], dtype=dtype))
+        with pytest.raises(SlotFault, match=r"loc\[1\]: expected a slot below 68, got 68"):
+            plan(torch.tensor([4, 68, -1], dtype=dtype))
+        with pytest.raises(SlotFault, match=r"loc\[0\]: expected a slot below 68, got 68"):
+            plan(torch.tensor([68], dtype=dtype, device=device))
+    assert buffers.loc.tolist() == [67, 0, -1, 0]
+    assert not any(pool.faults().values())
+
+
 def test_faults_are_counted_and_named(device: torch.device) -> None:
     pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device=device, check=False)
     write_loc = pool.plan_write(torch.tensor([65, 1000, -1]))
@@ -477,3 +492,158 @@ def test_a_dropped_pool_gives_its_memory_back_at_once(device, where):
         assert [ref() for ref in left] == [None] * len(left)
     finally:
         gc.enable()
+
+
+def no_window_pools(page_size: int, size: int = 96, swa_size: int = 48, window: int = 9) -> list[HybridKVPool]:
+    """One pool with a layer of `window`, and one without, as the next rank of a pipeline may be."""
+    options = {"size": size, "swa_size": swa_size, "page_size": page_size, "device": "cpu"}
+    ranks = [HybridKVPool([FULL, LayerSpec(window, 2, 8)], **options)]
+    ranks.append(HybridKVPool([FULL], swa_window=window, **options))
+    return ranks
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_rank_without_windows_hands_out_the_same_slots(page_size: int) -> None:
+    """10,000 random calls of every kind on two allocators, among them refused ones: every answer is the same."""
+    ranks = no_window_pools(page_size)
+    assert [pool.window for pool in ranks] == [9, 9]
+    assert [group.side for group in ranks[1].groups] == ["full"]
+    allocators = [pool.allocator for pool in ranks]
+    rng, calls = np.random.default_rng(page_size), 0
+    sequences: dict[int, torch.Tensor] = {}
+    evicted: dict[int, int] = {}
+    answers: dict[str, set[str]] = {}
+
+    def both(name: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        results = []
+        for allocator in allocators:
+            try:
+                results.append(getattr(allocator, name)(*args, **kwargs))
+            except (OutOfSlots, SlotOwnership) as error:
+                results.append(f"{type(error).__name__}: {error}")
+        one, other = results
+        assert type(one) is type(other)
+        assert np.array_equal(one, other), name
+        answers.setdefault(name, set()).add(type(one).__name__)
+        return None if isinstance(one, str) else one
+
+    while calls < 10_000:
+        op, key = rng.integers(10), int(rng.choice([*sequences, -1]))
+        if key < 0 or op == 0:
+            key, n = calls, int(rng.integers(1, 30))
+            slots = both("alloc", n, swa_tail=[None, 0, 9][rng.integers(3)])
+            if slots is not None:
+                sequences[key], evicted[key] = slots, 0
+            continue
+        slots = sequences[key]
+        n = len(slots)
+        if op in (1, 2):
+            more = int(rng.integers(1, 9))
+            got = both("alloc_extend", [n], [n + more], [slots[-1]])
+        elif op in (3, 4):
+            got = both("alloc_decode", [n + 1], [slots[-1]])
+        else:
+            got = None
+        if got is not None:
+            sequences[key] = torch.cat((slots, got))
+        elif op == 5:
+            table, query = slots[None], int(rng.integers(0, n + 1))
+            cursors = both("evict_swa", table, [0], [evicted[key]], [query])
+            if cursors is not None:
+                evicted[key] = int(cursors[0])
+        elif op == 6:
+            both("restore_swa", slots)
+        elif op == 7:
+            both("free_swa", slots[: int(rng.integers(0, n + 1))])
+        elif op == 8 and n > 1:
+            kept = int(rng.integers(1, n))
+            both("rewind", slots[kept:])
+            sequences[key], evicted[key] = slots[:kept], min(evicted[key], kept // page_size * page_size)
+        elif op == 9:
+            both("free", slots)
+            del sequences[key], evicted[key]
+        assert np.array_equal(allocators[0].mapping, allocators[1].mapping)
+    assert [a.available("swa") for a in allocators] == [allocators[0].available("swa")] * 2
+    assert {"Tensor", "str"} <= answers["alloc"] & answers["alloc_extend"] & answers["restore_swa"]
+    assert "ndarray" in answers["evict_swa"]
+    for pool in ranks:
+        pool.check_integrity()
+
+
+def test_a_fitted_pool_without_windows_has_one_side() -> None:
+    """An SWA side that no layer needs would run out first: 724 slots of it, beside 7276 full ones."""
+    full = [LayerSpec(None, 2, 16)]
+    for ratio in (0.1, 0.5, 1.0, 1):
+        pool = HybridKVPool.fit(full, 1_000_000, swa_ratio=ratio, page_size=4, device="cpu")
+        assert (pool.swa_size, pool.window, pool.allocator.swa_size) == (None, None, 0)
+        assert len(pool.allocator.alloc(pool.size)) == pool.size
+        assert pool.size == HybridKVPool.fit(full, 1_000_000, page_size=4, device="cpu").size
+    # An alias has its producer's storage, and a window of its own only where that has one.
+    shared = [*full, LayerSpec(None, 2, 16, alias_of=0)]
+    assert HybridKVPool.fit(shared, 1_000_000, swa_ratio=0.1, device="cpu").swa_size is None
+    windowed = HybridKVPool.fit([*full, LayerSpec(8, 2, 16)], 1_000_000, swa_ratio=0.1, page_size=4, device="cpu")
+    assert windowed.swa_size
+
+
+def test_a_fitted_rank_without_windows_keeps_the_side_it_asks_for() -> None:
+    full, budget = [LayerSpec(None, 2, 16)], 1_000_000
+    pool = HybridKVPool.fit(full, budget, swa_ratio=0.25, swa_window=8, page_size=4, device="cpu")
+    assert (pool.window, pool.swa_size) == (8, pool.size // 4 // 4 * 4)
+    assert pool.nbytes <= budget
+    assert [group.side for group in pool.groups] == ["full"]
+    assert pool.kv_bytes == (pool.size + 4) * 2 * 2 * 16 * 2
+    bigger = HybridKVPool(full, size=pool.size + 4, swa_size=pool.swa_size + 4, page_size=4, device="cpu")
+    assert bigger.nbytes > budget
+    # Ranks agree on the smallest sizes.
+    peer = HybridKVPool.fit([LayerSpec(8, 2, 16)] * 3, budget, swa_ratio=0.25, page_size=4, device="cpu")
+    sizes = {"size": min(pool.size, peer.size), "swa_size": min(pool.swa_size, peer.swa_size)}
+    ranks = [HybridKVPool(full, swa_window=8, page_size=4, device="cpu", **sizes) for _ in range(2)]
+    assert ranks[0].allocator.available("swa") == sizes["swa_size"]
+
+
+def test_the_side_keeps_the_wider_of_both_windows() -> None:
+    options = {"size": 64, "swa_size": 32, "device": "cpu"}
+    for given, kept in ((None, 6), (3, 6), (6, 6), (11, 11)):
+        pool = HybridKVPool([FULL, SWA], swa_window=given, **options)
+        assert (pool.window, pool.allocator.window) == (kept, kept)
+        assert pool.layers[1].window == 6
+        loc = pool.allocator.alloc(20)
+        pool.allocator.evict_swa(loc[None], [0], [0], [20])
+        assert pool.allocator.is_live(loc).tolist() == [p > 20 - kept for p in range(20)]
+    # A target whose draft looks further back, and one without windows.
+    wide = LayerSpec(11, 2, 8)
+    for layers in ([FULL, SWA], [FULL]):
+        target = HybridKVPool(layers, swa_window=11, **options)
+        draft = HybridKVPool([wide], slots_of=target, **options)
+        assert draft.allocator is target.allocator
+        with pytest.raises(ValueError, match="swa_window: expected windows the shared slots keep, at most 11, got 12"):
+            HybridKVPool([wide], slots_of=target, swa_window=12, **options)
+        narrow = HybridKVPool(layers, swa_window=10, **options)
+        with pytest.raises(ValueError, match="layers: expected windows the shared slots keep, at most 10, got 11"):
+            HybridKVPool([wide], slots_of=narrow, **options)
+
+
+@pytest.mark.parametrize(
+    ("window", "error", "message"),
+    [
+        *((x, TypeError, "swa_window: expected a positive int, got") for x in (True, 2.0, "8", torch.tensor(8))),
+        (0, ValueError, "swa_window: expected a positive int, got 0"),
+        (-3, ValueError, "swa_window: expected a positive int, got -3"),
+        (2**63, ValueError, "swa_window: expected less than"),
+        (40, ValueError, "swa_size: expected at least 41 slots"),
+    ],
+)
+def test_what_is_no_window_of_an_swa_side(window: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        HybridKVPool([FULL, SWA], size=64, swa_size=32, swa_window=window, device="cpu")
+    with pytest.raises(error, match=message.partition(",")[0] if window != 40 else "swa_size: expected"):
+        HybridKVPool.fit([FULL], 10_000, swa_ratio=0.1, swa_window=window, device="cpu")
+
+
+def test_a_window_needs_a_side() -> None:
+    with pytest.raises(ValueError, match="swa_window: expected None without swa_size, got 8"):
+        HybridKVPool([FULL, SWA], size=64, swa_window=8, device="cpu")
+    with pytest.raises(ValueError, match="swa_window: expected None without swa_ratio, got 8"):
+        HybridKVPool.fit([FULL, SWA], 100_000, swa_window=8, device="cpu")

@@ -197,6 +197,20 @@ def test_a_traced_store_rotates_too(make: Any, kind: str) -> None:
         assert mine.any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_slot_past_the_reserved_page_needs_a_position(make: Any, kind: str) -> None:
+    pool = make(kind)
+    _, k, v = batch(pool)
+    k, v = k[:2].to(pool.device), v[:2].to(pool.device)
+    first = pool.allocator.clear() or pool.allocator.alloc(1)
+    assert first.tolist() == [pool.page_size]
+    rope = Rope(angles(8).to(pool.device), torch.tensor([0, POSITIONS], device=pool.device))
+    pool.set_kv_buffer(0, pool.plan_write(torch.cat((first, first - 1))), k, v, rope)
+    message = rf"rope.positions\[1\]: expected 0 to {POSITIONS - 1}, got {POSITIONS}"
+    with pytest.raises(ValueError, match=message):
+        pool.set_kv_buffer(0, pool.plan_write(torch.cat((first - 1, first))), k, v, rope)
+
+
 COS_SIN, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
 
 

@@ -204,6 +204,32 @@ def test_one_kernel_is_for_one_dtype_and_one_paging() -> None:
     assert not any(t.any() for t in (k, v, faults))
 
 
+def at_odd_address(x: torch.Tensor) -> torch.Tensor:
+    raw = torch.frombuffer(bytearray(x.nbytes + 1), dtype=x.dtype, offset=1)
+    return raw.view(x.shape).copy_(x)
+
+
+@interpreted
+def test_a_tensor_between_its_elements_is_refused() -> None:
+    """A GPU would end the process's context; whether interpreted or compiled, the launch is refused."""
+    fmt, ones = KVFormat(1, 8, 8, torch.bfloat16), torch.ones(1)
+    k, v = (t[0] for t in _caches(fmt, 1, 4))
+    row, loc, faults = torch.ones(1, 1, 8).bfloat16(), torch.tensor([1]), torch.zeros(len(FAULT_KINDS)).long()
+    tensors = {"k": row, "v": row, "k_cache": k, "v_cache": v, "loc": loc, "k_inv": ones, "v_inv": ones}
+    tensors["faults"] = faults
+    before = [x.clone() for x in tensors.values()]
+    for name, x in tensors.items():
+        words = f"^{name}: expected an address that is a multiple of {x.itemsize}, got one "
+        with pytest.raises(ValueError, match=words):
+            kernels.store_kv(*(tensors | {name: at_odd_address(x)}).values(), fmt)
+    mapping = torch.tensor([0, 1, -1])
+    with pytest.raises(ValueError, match=r"^loc: expected an address that is a multiple of 4"):
+        kernels.translate_loc(mapping, at_odd_address(loc.int()), loc.clone(), None, None, None, faults)
+    assert all(torch.equal(x, old) for x, old in zip(tensors.values(), before, strict=True))
+    kernels.store_kv(row, row, k, v, torch.tensor([7, 1], dtype=torch.int32)[1:], ones, ones, faults, fmt)
+    assert k[1].any()
+
+
 @interpreted
 def test_asks_only_for_listed_variants() -> None:
     """Random batches, strides, offsets and slot widths: what calls ask for stays inside the list."""

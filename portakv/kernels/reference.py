@@ -329,7 +329,9 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., : dims // 2], wide[..., dims // 2 :])
     turned = a * cos - b * sin, b * cos + a * sin
     out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((by_value(out, x.dtype), x[..., dims:]), -1)
+    rotated = x.clone()  # not by `cat`, which autocast refuses for a dtype that is not its own
+    rotated[..., :dims] = by_value(out, x.dtype)
+    return rotated
 
 
 def convert(x: Tensor, fmt: KVFormat, inv: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ signature is explicit, so a call can only ever ask for a variant that `list_vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +67,25 @@ class NotLoaded(Exception):
     """A device did not take a compiled kernel, which it may at another time: it was full, or recorded a graph."""
 
 
+def addresses(names: Iterable[str], tensors: Sequence[Tensor]) -> list[int]:
+    """Where `tensors` begin. Raises `ValueError` for one that lies between its elements, which no GPU can read."""
+    found = [x.data_ptr() for x in tensors]
+    if functools.reduce(operator.or_, found) & 7:  # narrow elements, or a fault
+        for name, x, address in zip(names, tensors, found, strict=True):
+            if past := address % x.element_size():
+                multiple = x.element_size()
+                raise ValueError(
+                    f"{name}: expected an address that is a multiple of {multiple}, got one {past} past it"
+                )
+    return found
+
+
 class Kernel:
     """A variant that is ready to run on one device. Call it with a grid, the tensors and the int scalars."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.rows, self.chunks = source.rows, source.chunks
+        self._names = tuple(source.tensors)
         module = torch.get_device_module(device)
         self._device, self._guard, self._current = device.index, module.device, module.current_device
         with self._guard(self._device):
@@ -95,11 +111,11 @@ class Kernel:
             self._launch(grid, tensors, scalars)
 
     def _launch(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        # Addresses instead of tensors: the launcher would look each one up in the driver.
+        pointers = addresses(self._names, tensors)
         if self._run is None:
             self._compiled[grid](*tensors, *scalars, *self._tail)
             return
-        # Addresses instead of tensors: the launcher would look each one up in the driver.
-        pointers = [t.data_ptr() for t in tensors]
         stream = self._stream(self._device)
         self._run(*grid, stream, self._function, self._metadata, *self._hooks, *pointers, *scalars, *self._tail)
 
@@ -116,6 +132,7 @@ class InterpretedKernel:
         self._source = source
 
     def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        addresses(self._source.tensors, tensors)
         kinds = self._source.tensors.values()
         views = [t.view(torch.uint8) if kind == "u8" else t for t, kind in zip(tensors, kinds, strict=True)]
         self._source.fn[grid](*views, *scalars, **self._source.constants)

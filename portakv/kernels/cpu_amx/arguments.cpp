@@ -4,6 +4,7 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#include <pthread.h>
 #endif
 
 namespace nb = nanobind;
@@ -15,6 +16,18 @@ PyObject *page_size_, *dtype_, *rotates_v_;
 
 constexpr int64_t kParallelBytes = 64 << 10;  // one thread below
 constexpr int64_t kThreadBytes = 32 << 10;    // at least this much for each thread
+
+#ifdef _OPENMP
+// GCC's OpenMP keeps a team for each thread that has used one, and after a fork waits for ever for threads that were
+// not copied. Whether there is a team it does not tell, and torch's ops start them too. So the thread that forked goes
+// on alone in the child, in torch's ops as well; threads that the child starts may have teams of their own.
+thread_local bool forked = false;
+
+void stay_alone() {
+    forked = true;
+    omp_set_num_threads(1);
+}
+#endif
 
 std::string shape_text(const View& v) {
     std::string s = "[";
@@ -29,6 +42,9 @@ const Kernels* kernels = &kernels_generic;
 void init_arguments() {
     page_size_ = PyUnicode_InternFromString("page_size");
     dtype_ = PyUnicode_InternFromString("dtype");
+#ifdef _OPENMP
+    pthread_atfork(nullptr, nullptr, stay_alone);
+#endif
     rotates_v_ = PyUnicode_InternFromString("rotates_v");
 }
 
@@ -54,6 +70,8 @@ int64_t* read_faults(nb::handle object) {
     Slots s = read_wide(object, "faults");
     if (s.size < kNumFaults || s.stride != 1)
         refuse_value("faults", (std::to_string(kNumFaults) + " or more dense counters").c_str(), std::to_string(s.size).c_str());
+    uintptr_t address = reinterpret_cast<uintptr_t>(s.data);
+    if (address % sizeof(int64_t)) refuse_value("faults", "counters aligned as atomics must be", "an address between");
     return reinterpret_cast<int64_t*>(s.data);
 }
 
@@ -113,7 +131,7 @@ Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter
         View s = read_tensor(scale, scale_name);
         if (s.dtype != DType::f32) refuse_type(scale_name, "float32", dtype_name(s.dtype));
         if (s.rank != 1 || s.shape[0] != x.heads) refuse_shape(s, "[" + std::to_string(x.heads) + "]");
-        half.scale = reinterpret_cast<const float*>(s.data);
+        half.scale = reinterpret_cast<const Scale*>(s.data);
         half.scale_stride = s.stride[0];
     }
     return half;
@@ -167,7 +185,7 @@ std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const 
 
 int threads_for(int64_t bytes) {
 #ifdef _OPENMP
-    if (bytes < kParallelBytes || omp_in_parallel()) return 1;
+    if (bytes < kParallelBytes || forked || omp_in_parallel()) return 1;
     // OpenMP counts threads per thread, and torch passes its own count on only when it is asked for in that thread.
     thread_local bool counted = false;
     if (!counted) nb::module_::import_("torch").attr("get_num_threads")();

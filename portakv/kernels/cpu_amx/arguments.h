@@ -34,7 +34,7 @@ int64_t* read_faults(nanobind::handle object);
 
 inline int64_t slot_at(const Slots& s, int64_t t) {
     t *= s.stride;
-    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
+    return s.wide ? reinterpret_cast<const Int64*>(s.data)[t] : reinterpret_cast<const Int32*>(s.data)[t];
 }
 
 // `heads` and `dim` of a row tensor are its last two axes; whatever stands before them counts rows.

@@ -10,7 +10,7 @@ namespace {
 // The bits of the largest finite magnitude of `n` elements.
 template <class Src>
 uint32_t largest(const char* src, int64_t n) {
-    auto* in = reinterpret_cast<const typename Src::Bits*>(src);
+    const typename Src::Bits* in = reinterpret_cast<const typename Src::Bits*>(src);
     int32_t most = 0;
     for (int64_t i = 0; i < n; ++i) {
         int32_t magnitude = int32_t(Src::widen(in[i]) & kMagnitude);

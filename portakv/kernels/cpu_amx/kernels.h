@@ -10,6 +10,22 @@ namespace portakv {
 
 enum class DType : uint8_t { f32, f16, bf16, e4m3fn, e4m3fnuz, e5m2, e5m2fnuz, i32, i64, other };
 
+// An element of an index tensor or of scales. A tensor made from a raw buffer may lie at any address. A
+// pointer to one is not declared `auto`, which drops the alignment of its type.
+template <int Bytes>
+struct Index;
+template <>
+struct Index<4> {
+    typedef int32_t Type __attribute__((aligned(1)));
+};
+template <>
+struct Index<8> {
+    typedef int64_t Type __attribute__((aligned(1)));
+};
+using Int32 = Index<4>::Type;
+using Int64 = Index<8>::Type;
+typedef float Scale __attribute__((aligned(1)));
+
 // A 1-D int32 or int64 tensor. `stride` counts elements.
 struct Slots {
     char* data;
@@ -34,7 +50,7 @@ struct Half {
     Rows dst;
     int64_t heads;
     int64_t dim;
-    const float* scale;
+    const Scale* scale;
     int64_t scale_stride;
 };
 
@@ -90,7 +106,7 @@ struct ReadLine {
 };
 
 struct ReadJob {
-    const int64_t* mapping;  // null: slots stay what they are
+    const Int64* mapping;  // null: slots stay what they are
     int64_t num_slots;
     int64_t reserved;
     const char* table;

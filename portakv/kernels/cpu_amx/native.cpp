@@ -119,9 +119,9 @@ void move_kv(nb::handle k_caches, nb::handle v_caches, nb::handle tgt, nb::handl
 void put_slot(const Slots& s, int64_t t, int64_t value) {
     t *= s.stride;
     if (s.wide)
-        reinterpret_cast<int64_t*>(s.data)[t] = value;
+        reinterpret_cast<Int64*>(s.data)[t] = value;
     else
-        reinterpret_cast<int32_t*>(s.data)[t] = int32_t(value);
+        reinterpret_cast<Int32*>(s.data)[t] = int32_t(value);
 }
 
 struct Out {
@@ -161,7 +161,7 @@ void translate_loc(nb::handle mapping, nb::handle loc, nb::handle swa_out, nb::h
         int64_t slot = slot_at(in, t);
         bool inside = slot >= 0 && slot < num_rows;
         over += slot >= num_rows;
-        int64_t peer = inside ? reinterpret_cast<const int64_t*>(map.data)[slot * map.stride] : -1;
+        int64_t peer = inside ? reinterpret_cast<const Int64*>(map.data)[slot * map.stride] : -1;
         for (const Out& out : swa)
             if (out.given) unfit += put_checked(out.slots, t, peer);
         for (const Out& out : full)

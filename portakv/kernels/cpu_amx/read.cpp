@@ -93,9 +93,9 @@ int64_t step_of(const Format& f) { return f.structure == kPages ? f.page_size : 
 
 void put(const View& v, int64_t i, int64_t value) {
     if (v.dtype == DType::i64)
-        reinterpret_cast<int64_t*>(v.data)[i] = value;
+        reinterpret_cast<Int64*>(v.data)[i] = value;
     else
-        reinterpret_cast<int32_t*>(v.data)[i] = int32_t(value);
+        reinterpret_cast<Int32*>(v.data)[i] = int32_t(value);
 }
 
 void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handle seq_lens, nb::handle extra_lens,
@@ -127,7 +127,7 @@ void build_read(nb::handle mapping, nb::handle table, nb::handle rows, nb::handl
         if (map.dtype != DType::i64) refuse_type("mapping", "int64", "int32");
         int64_t least = std::max<int64_t>(num_slots, 1);
         if (map.shape[0] < least) refuse_shape(map, "[" + std::to_string(least) + " or more]");
-        job.mapping = reinterpret_cast<const int64_t*>(map.data);
+        job.mapping = reinterpret_cast<const Int64*>(map.data);
     }
     int64_t* fault = read_faults(faults);
 

@@ -8,7 +8,7 @@ namespace {
 
 // What the elements of one job share, and what they count.
 struct Reading {
-    const int64_t* mapping;
+    const Int64* mapping;
     int64_t num_slots;
     int64_t reserved;  // slots below stand for nothing and have no peer
     int64_t pad;
@@ -20,10 +20,10 @@ struct Reading {
 
 // Every `step`-th of `n` slots from `from` on, as `to` has them. An invalid slot becomes PAD, which has no peer
 // and gives the padding, so that the loop has no branch.
-template <class In, class To, bool Mapped, bool Paged>
-void name_slots(Reading& r, const In* from, To* to, int64_t n) {
+template <int In, int To, bool Mapped, bool Paged>
+void name_slots(Reading& r, const typename Index<In>::Type* from, typename Index<To>::Type* to, int64_t n) {
     int64_t over = 0, unfit = 0, num_slots = r.num_slots, reserved = r.reserved, pad = r.pad, step = Paged ? r.step : 1;
-    const int64_t* mapping = r.mapping;
+    const Int64* mapping = r.mapping;
     for (int64_t i = 0; i < n; ++i) {
         int64_t slot = from[i * step];
         over += slot >= num_slots;
@@ -40,12 +40,12 @@ void name_slots(Reading& r, const In* from, To* to, int64_t n) {
         }
         bool named = slot > 0;
         if (Paged) slot = r.shift >= 0 ? slot >> r.shift : slot / step;
-        if (sizeof(To) == 4) {
+        if (To == 4) {
             bool fits = slot <= INT32_MAX;
             unfit += named & !fits;
             named &= fits;
         }
-        to[i] = To(named ? slot : pad);
+        to[i] = typename Index<To>::Type(named ? slot : pad);
     }
     r.over += over;
     r.unfit += unfit;
@@ -53,21 +53,22 @@ void name_slots(Reading& r, const In* from, To* to, int64_t n) {
 
 using NameFn = void (*)(Reading& r, const char* table, int64_t at, char* out, int64_t to, int64_t n);
 
-template <class In, class To, bool Mapped, bool Paged>
+template <int In, int To, bool Mapped, bool Paged>
 void name_at(Reading& r, const char* table, int64_t at, char* out, int64_t to, int64_t n) {
-    name_slots<In, To, Mapped, Paged>(r, reinterpret_cast<const In*>(table) + at, reinterpret_cast<To*>(out) + to, n);
+    const typename Index<In>::Type* from = reinterpret_cast<const typename Index<In>::Type*>(table);
+    name_slots<In, To, Mapped, Paged>(r, from + at, reinterpret_cast<typename Index<To>::Type*>(out) + to, n);
 }
 
-template <class In, class To>
+template <int In, int To>
 NameFn pick(bool mapped, bool paged) {
     if (mapped) return paged ? name_at<In, To, true, true> : name_at<In, To, true, false>;
     return paged ? name_at<In, To, false, true> : name_at<In, To, false, false>;
 }
 
-template <class To>
+template <int To>
 void fill_pad(char* out, int64_t to, int64_t n, int64_t pad) {
-    To* p = reinterpret_cast<To*>(out) + to;
-    for (int64_t i = 0; i < n; ++i) p[i] = To(pad);
+    typename Index<To>::Type* p = reinterpret_cast<typename Index<To>::Type*>(out) + to;
+    for (int64_t i = 0; i < n; ++i) p[i] = typename Index<To>::Type(pad);
 }
 
 // The last line that begins at or before place `at`.
@@ -86,9 +87,9 @@ constexpr int64_t kLeastChunk = 512, kMostChunk = 8192, kChunksPerThread = 4;
 
 void read(const ReadJob& job) {
     bool mapped = job.mapping, paged = job.step > 1;
-    NameFn name = job.table_wide ? (job.out_wide ? pick<int64_t, int64_t>(mapped, paged) : pick<int64_t, int32_t>(mapped, paged))
-                                 : (job.out_wide ? pick<int32_t, int64_t>(mapped, paged) : pick<int32_t, int32_t>(mapped, paged));
-    auto pad = job.out_wide ? fill_pad<int64_t> : fill_pad<int32_t>;
+    NameFn name = job.table_wide ? (job.out_wide ? pick<8, 8>(mapped, paged) : pick<8, 4>(mapped, paged))
+                                 : (job.out_wide ? pick<4, 8>(mapped, paged) : pick<4, 4>(mapped, paged));
+    auto pad = job.out_wide ? fill_pad<8> : fill_pad<4>;
     int shift = job.step & (job.step - 1) ? -1 : __builtin_ctzll(uint64_t(job.step));
     int64_t size = job.places / (job.threads * kChunksPerThread);
     size = size < kLeastChunk ? kLeastChunk : size > kMostChunk ? kMostChunk : size;

@@ -11,8 +11,8 @@ namespace {
 template <class Float, bool Pairs>
 void rotate(const char* src, char* dst, const float* cos, const float* sin, int64_t n) {
     using Bits = typename Float::Bits;
-    auto* in = reinterpret_cast<const Bits*>(src);
-    auto* out = reinterpret_cast<Bits*>(dst);
+    const Bits* in = reinterpret_cast<const Bits*>(src);
+    Bits* out = reinterpret_cast<Bits*>(dst);
     const int64_t step = Pairs ? 2 : 1, apart = Pairs ? 1 : n;
     for (int64_t begin = 0; begin < n; begin += kBlock) {
         const int count = int(n - begin < kBlock ? n - begin : kBlock);

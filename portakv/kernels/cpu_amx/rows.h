@@ -19,7 +19,7 @@ inline char* row_at(const Rows& rows, int64_t slot) {
 
 inline int64_t slot_at(const Slots& s, int64_t t) {
     t *= s.stride;
-    return s.wide ? reinterpret_cast<const int64_t*>(s.data)[t] : reinterpret_cast<const int32_t*>(s.data)[t];
+    return s.wide ? reinterpret_cast<const Int64*>(s.data)[t] : reinterpret_cast<const Int32*>(s.data)[t];
 }
 
 enum class Way { store, gather };

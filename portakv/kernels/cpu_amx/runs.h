@@ -12,7 +12,7 @@
 namespace portakv {
 namespace {
 
-// Tensors made from raw buffers may be misaligned.
+// Tensors made from raw buffers may be misaligned. A pointer to such a type is not declared `auto`, which drops that.
 template <int W>
 struct Word;
 template <>
@@ -207,7 +207,7 @@ inline void put_block(char* dst, const void* block) {
 template <class Src, class Dst, bool Scaled, PutFn Put>
 void convert(const char* src, char* dst, int64_t n, float scale, int64_t ahead) {
     using Bits = typename Dst::Bits;
-    auto* in = reinterpret_cast<const typename Src::Bits*>(src);
+    const typename Src::Bits* in = reinterpret_cast<const typename Src::Bits*>(src);
     int64_t i = 0;
     for (; i + kBlock <= n; i += kBlock) {
         fetch(reinterpret_cast<const char*>(in + i) + ahead, kBlock * int(sizeof *in));
