@@ -127,3 +127,7 @@ def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
     head_dim = size("head_dim") or layer.hidden_size // layer.num_attention_heads
     v_head_dim = size("v_head_dim", head_dim)
     return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)
+
+
+def layers_from_model(model: Any) -> list[LayerSpec]:
+    return layers_from_config(model.config)
