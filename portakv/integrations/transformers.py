@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -52,7 +51,7 @@ class PortaKVCache(Cache):
         self._batch = _Batch(pool)
         super().__init__(layers=[_PoolLayer(self._batch, i) for i in range(len(pool.layers))])
         # The layers know the batch, not the cache: no cycle delays the return of a dropped cache's slots.
-        weakref.finalize(self, self._batch.drop).atexit = False
+        pool.allocator.free_with(self, self._batch.held)
 
     @classmethod
     def for_model(
@@ -378,9 +377,10 @@ class _Batch:
         self._change(rearrange)
         try:
             self._settle()
-        except BaseException:
+        except BaseException as error:
             self._settle()
-            raise
+            if not isinstance(error, Exception):  # an interrupt, not what the second try has mended
+                raise
 
     def _settle(self) -> _State:
         """The state, once the copies that it still needs are made.
@@ -423,9 +423,9 @@ class _Batch:
 
         self._change(free)
 
-    def drop(self) -> None:
-        """Give the slots of a dropped cache back, wherever and in which thread the garbage collector came by."""
-        self.allocator.free_later(torch.from_numpy(self.state.held.ravel()))
+    def held(self) -> Ints:
+        """The slots that go back when the cache is dropped, wherever and in which thread the garbage collector comes by."""
+        return self.state.held.ravel()
 
     # Slots
 
