@@ -138,7 +138,9 @@ class PortaKVCache(Cache):
         return twin
 
     def __reduce__(self) -> NoReturn:  # what copy.copy asks too
-        raise TypeError("PortaKVCache: expected copy.deepcopy, which takes slots of its own, got another copy or a pickle")
+        raise TypeError(
+            "PortaKVCache: expected copy.deepcopy, which takes slots of its own, got another copy"
+        )
 
 
 class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -189,7 +191,9 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1 if self.window is None else self.window
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache, or crop, reorder or reset it")
+        raise PortaKVError(
+            "a layer of a PortaKVCache has no slots of its own: copy the cache, crop or reset it"
+        )
 
     __deepcopy__ = crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
@@ -268,7 +272,7 @@ class _Batch:
             raise ValueError(f"key_states: expected the cache's {state.slots.shape[0]} rows, got {batch}")
         # What the store would refuse is refused before anything is evicted for it.
         rows, stored = (_token_rows(k), _token_rows(v)), self.pool._layers[layer_id]
-        checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, self.pool.device)
+        checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, self.pool.device, mixed=True)
         self._make_room(state, batch, state.length + num_tokens)
 
         def start() -> tuple[Tensor, Tensor]:
@@ -393,7 +397,9 @@ class _Batch:
             try:
                 self._move(*state.moves)
             except Exception as error:
-                raise PortaKVError(f"rows of this cache are not copied yet, the next call tries again: {error}") from error
+                raise PortaKVError(
+                    f"rows of this cache are not copied yet, the next call tries again: {error}"
+                ) from error
             self.state = state = state._replace(moves=None)
         return state
 
@@ -424,7 +430,7 @@ class _Batch:
         self._change(free)
 
     def held(self) -> Ints:
-        """The slots that go back when the cache is dropped, wherever and in which thread the garbage collector comes by."""
+        """The slots that go back when the cache is dropped, wherever the garbage collector comes by."""
         return self.state.held.ravel()
 
     # Slots
