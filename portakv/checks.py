@@ -125,7 +125,7 @@ def check_rows(
     device: torch.device,
     mixed: bool = False,
 ) -> None:
-    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take; `mixed`: K and V may differ."""
+    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take; `mixed`: of two dtypes."""
     for name, x in ((names[0], k), (names[1], v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

@@ -244,8 +244,8 @@ class HybridKVPool:
         A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
         strides with a dense last axis. k and v are each of a float dtype, converted or quantised with the layer's
         scales, or of the storage dtype, moved byte for byte; with `rope`, or in layouts of blocks, both of one.
-        They must not overlap the cache. Rows for PAD, the reserved page, negative slots, and tokens that `rope` has no angle for
-        (these are counted) go nowhere.
+        They must not overlap the cache. Rows for PAD, the reserved page, negative slots, and tokens that `rope` has no
+        angle for (these are counted) go nowhere.
 
         Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, `ValueError` for a position, or
         `SlotOwnership` for a full layer's slot that is free; one that another request has by now cannot be told apart.

@@ -138,9 +138,7 @@ class PortaKVCache(Cache):
         return twin
 
     def __reduce__(self) -> NoReturn:  # what copy.copy asks too
-        raise TypeError(
-            "PortaKVCache: expected copy.deepcopy, which takes slots of its own, got another copy"
-        )
+        raise TypeError("PortaKVCache: expected copy.deepcopy, which takes slots of its own, got another copy")
 
 
 class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -191,9 +189,7 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1 if self.window is None else self.window
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise PortaKVError(
-            "a layer of a PortaKVCache has no slots of its own: copy the cache, crop or reset it"
-        )
+        raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache, crop or reset it")
 
     __deepcopy__ = crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
