@@ -80,11 +80,12 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     text = getattr(text, "text_config", None) or text
-    num_layers = getattr(text, "num_hidden_layers", None)
+    num_layers = getattr(text, "num_decoder_layers", None) or getattr(text, "num_hidden_layers", None)
     if num_layers is None:
         got = type(config).__name__
         raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {got}")
-    of_layer = list(getattr(text, "per_layer_config", None) or [text] * num_layers)
+    own = getattr(text, "num_decoder_layers", None) is None  # T5's other layers are its encoder's
+    of_layer = list((own and getattr(text, "per_layer_config", None)) or [text] * num_layers)
     kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
     if not len(kinds) == len(of_layer) == num_layers:
         raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
@@ -134,7 +135,9 @@ def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
         heads = 1
     if is_swa and getattr(layer, "model_type", None) == "mimo_v2_flash":
         heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, whatever its config says
-    head_dim = size("head_dim", "d_kv") or layer.hidden_size // layer.num_attention_heads
+    if not heads:
+        raise ValueError(f"config.num_attention_heads: expected the heads of layer {i}, got {heads}")
+    head_dim = size("head_dim", "d_kv") or layer.hidden_size // size("num_attention_heads")
     v_head_dim = size("v_head_dim") or head_dim
     return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)
 
@@ -156,16 +159,19 @@ def layers_from_model(model: Any) -> list[LayerSpec]:
                     "EncoderDecoderCache(PortaKVCache(pool), DynamicCache())"
                 )
     ranks = getattr(model, "_tp_size", None) or 1
-    rows = _key_rows(model)
+    keys = _keys(model)
     specs = layers_from_config(config)
+    if max(keys, default=0) >= len(specs):
+        raise ValueError(f"config.num_hidden_layers: expected the model's {max(keys) + 1} layers, got {len(specs)}")
     for i, spec in enumerate(specs):
-        if i in rows and not spec.mla:
-            heads, rest = divmod(rows[i], spec.head_dim)
+        if i in keys and not spec.mla:
+            rows, head_dim = keys[i]
+            heads, rest = divmod(rows, head_dim or spec.head_dim)
             if rest:
                 raise ValueError(
-                    f"model: expected whole heads of {spec.head_dim} in layer {i}, got {rows[i]} rows of k_proj"
+                    f"model: expected heads of {head_dim or spec.head_dim} in layer {i}, got {rows} rows of k_proj"
                 )
-            specs[i] = replace(spec, num_kv_heads=heads)
+            specs[i] = replace(spec, num_kv_heads=heads, head_dim=head_dim or spec.head_dim)
         elif ranks > 1 and spec.alias_of is None:
             raise ValueError(
                 f"model: expected a k_proj in layer {i} to count the heads of 1 of {ranks} ranks, got none"
@@ -173,10 +179,10 @@ def layers_from_model(model: Any) -> list[LayerSpec]:
     return specs
 
 
-def _key_rows(model: Any) -> dict[int, int]:
-    """How many rows of keys the `k_proj` of each layer gives in this process."""
+def _keys(model: Any) -> dict[int, tuple[int, int | None]]:
+    """By layer, how many rows of keys its `k_proj` gives in this process, and how many make a head, if it says so."""
     plan = (getattr(model, "tp_plan", None) or {}) if getattr(model, "_tp_size", None) else {}
-    rows: dict[int, int] = {}
+    keys: dict[int, tuple[int, int | None]] = {}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = set(map(id, decoder.modules()))  # beside it a tower of another modality may stand
     for name, module in model.named_modules():
@@ -187,5 +193,7 @@ def _key_rows(model: Any) -> dict[int, int]:
             continue  # weights that are packed do not show their rows
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.k_proj"), "")
         local = weight.to_local() if style == "colwise" and hasattr(weight, "to_local") else weight
-        rows.setdefault(layer, int(local.shape[0]))  # a layer's own attention comes before cross-attention
-    return rows
+        head_dim = getattr(module, "head_dim", None)
+        # A layer's own attention comes before cross-attention.
+        keys.setdefault(layer, (int(local.shape[0]), head_dim if isinstance(head_dim, int) else None))
+    return keys

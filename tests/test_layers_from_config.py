@@ -125,6 +125,12 @@ def test_what_the_pool_has_no_layer_for(options: dict[str, Any], message: str) -
         layers_from_config(config(**options))
 
 
+def test_a_layer_without_heads() -> None:
+    without = config(num_attention_heads=None, num_key_value_heads=None)
+    with pytest.raises(ValueError, match="num_attention_heads: expected the heads of layer 0, got None"):
+        layers_from_config(without)
+
+
 def test_not_a_decoder_config() -> None:
     with pytest.raises(ValueError, match="expected a decoder config with num_hidden_layers, got SimpleNamespace"):
         layers_from_config(SimpleNamespace(hidden_size=4))
@@ -192,7 +198,7 @@ def test_model_says_how_many_heads_it_has() -> None:
     model.model.layers[1].self_attn.k_proj = torch.nn.Linear(64, 64)  # as where a config has a name of its own for it
     assert layers_from_model(model) == [LayerSpec(None, 2, 16), LayerSpec(None, 4, 16)]
     model.model.layers[1].self_attn.k_proj = torch.nn.Linear(64, 24)
-    with pytest.raises(ValueError, match="expected whole heads of 16 in layer 1, got 24 rows of k_proj"):
+    with pytest.raises(ValueError, match="expected heads of 16 in layer 1, got 24 rows of k_proj"):
         layers_from_model(model)
 
 
@@ -231,3 +237,10 @@ def test_a_rank_of_tensor_parallelism_has_its_own_heads(two_ranks: DeviceMesh) -
 def test_models_that_look_at_an_encoder_are_refused(config: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         layers_from_model(SimpleNamespace(config=config()))
+
+
+def test_decoder_of_an_encoder_decoder() -> None:
+    t5 = transformers.T5Config(d_model=32, d_kv=6, num_layers=2, num_decoder_layers=3, num_heads=4)
+    assert layers_from_config(t5) == [LayerSpec(None, 4, 6)] * 3
+    bart = transformers.BartConfig(d_model=32, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4)
+    assert layers_from_config(bart) == [LayerSpec(None, 4, 8)] * 3
