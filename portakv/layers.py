@@ -87,6 +87,8 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
     own = getattr(text, "num_decoder_layers", None) is None  # T5's other layers are its encoder's
     of_layer = list((own and getattr(text, "per_layer_config", None)) or [text] * num_layers)
     kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
+    if not getattr(text, "layer_types", None) and (blocks := getattr(text, "layers_block_type", None)):
+        kinds = [kind if block == "attention" else block for kind, block in zip(kinds, blocks, strict=True)]
     if not len(kinds) == len(of_layer) == num_layers:
         raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
     specs = [_layer_spec(i, kinds[i], of_layer[i]) for i in range(num_layers)]

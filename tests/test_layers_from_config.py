@@ -114,6 +114,10 @@ def test_text_config_of_a_multimodal_config() -> None:
             {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
             r"layer_types\[3\].*got linear_attention",
         ),
+        (
+            {"layers_block_type": ["attention", "recurrent"] * 2},  # RecurrentGemma's, before transformers 5.20
+            r"layer_types\[1\].*got recurrent",
+        ),
         ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
         ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
         ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),

@@ -528,7 +528,7 @@ def rows_of(layer: int, num_tokens: int, batch: int) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_basics_under_what_a_process_has_set(setting: str) -> None:
     right = basics(nullcontext)
-    for turns in ([setting], [setting, None], [None, setting]):  # throughout, and in turn with none
+    for turns in ([setting], [setting] * 7 + [None] * 99, [None, setting, None]):  # throughout, at first, in turn
         use = itertools.cycle(turns)
         got = basics(lambda use=use: SETTINGS[name]() if (name := next(use)) else nullcontext())
         assert len(got) == len(right)
