@@ -26,7 +26,7 @@ from portakv.integrations.transformers import PortaKVCache
 from portakv.layers import layers_from_config
 
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
-"""What a model calls its cache: transformers had the second name up to 5.21."""
+"""What a model calls its cache: older versions of transformers have the second name."""
 
 WINDOW = 8
 LAYER_TYPES = ["sliding_attention", "full_attention"]

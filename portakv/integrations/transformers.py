@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class PortaKVCache(Cache):
-    """A batch of sequences whose KV is in `pool`: `model.generate(..., cache=PortaKVCache(pool))`.
+    """A batch of sequences whose KV is in `pool`: `model.generate(..., cache=PortaKVCache(pool))`
+    (`past_key_values=` in older versions of transformers).
 
     Layer i of the model is layer i of the pool. Geometry, and so every mask, is that of transformers'
     DynamicCache: a full layer returns all keys, a sliding-window layer the last `min(seen, window - 1)` and
@@ -191,7 +192,8 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _refuse(self, *args: Any) -> NoReturn:
         raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache, crop or reset it")
 
-    __deepcopy__ = crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    __deepcopy__ = crop = reset = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = _refuse  # type: ignore[assignment]
 
 
 class _Forward(NamedTuple):
@@ -245,7 +247,7 @@ class _Batch:
 
     @property
     def num_rows(self) -> int:
-        return self.state.slots.shape[0]
+        return len(self.state.slots)
 
     # A forward
 
