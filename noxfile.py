@@ -25,12 +25,16 @@ def tests_torch28(session: nox.Session) -> None:
 
     PyPI's brings several GB of CUDA libraries on x86-64 Linux; PIP_EXTRA_INDEX_URL may name PyTorch's CPU builds.
     """
-    pins = Path("constraints.txt").read_text().splitlines()
-    pins = [line if not line.startswith("torch==") else "torch==2.8.0" for line in pins]
-    constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text("\n".join(pins) + "\n")
-    session.install("-c", str(constraints), ".[test,triton]")
+    session.install("-c", _pin(session, "torch==2.8.0"), ".[test,triton]")
     session.run("pytest", *session.posargs, env={"CI": "true"})
+
+
+@nox.session(name="transformers-oldest")
+def transformers_oldest(session: nox.Session) -> None:
+    """The cache on the oldest transformers that serves; the suite has the newest."""
+    session.install("-c", _pin(session, "transformers==5.19.0"), ".[test]")
+    tests = (f"tests/test_{name}.py" for name in ("transformers", "transformers_failures", "layers_from_config"))
+    session.run("pytest", *tests, *session.posargs, env={"CI": "true"})
 
 
 @nox.session
@@ -79,6 +83,15 @@ def xpu(session: nox.Session) -> None:
     """
     session.install("-r", "scripts/xpu_requirements.txt")
     session.run("python", "scripts/xpu_execute.py", *session.posargs, env={"PYTHONPATH": "."})
+
+
+def _pin(session: nox.Session, pin: str) -> str:
+    """The path of constraints.txt with `pin` in place of what it has for that package."""
+    name = pin.partition("==")[0]
+    pins = Path("constraints.txt").read_text().splitlines()
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text("".join(f"{pin if line.startswith(f'{name}==') else line}\n" for line in pins))
+    return str(constraints)
 
 
 def _compile(session: nox.Session, name: str, env: dict[str, str], *options: str) -> None:

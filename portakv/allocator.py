@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,13 @@ def _exclusive(
         return self._run(call, self, *args, **kwargs)
 
     return cast(Callable[Concatenate["HybridSlotAllocator", P], T], exclusive)
+
+
+class _Dropped(weakref.ref[object]):
+    """What stands for an owner that is gone: its callback is C code, which nothing can interrupt."""
+
+    __slots__ = ("slots",)
+    slots: Callable[[], IntsLike]
 
 
 class HybridSlotAllocator:
@@ -95,7 +103,8 @@ class HybridSlotAllocator:
         self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
         self._lock = threading.RLock()
         self._running = False
-        self._waiting: deque[torch.Tensor] = deque()
+        self._waiting: deque[torch.Tensor | _Dropped] = deque()
+        self._owners: dict[int, _Dropped] = {}  # keeps them alive: a reference that is gone calls nobody back
 
     def atomically(self, steps: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Run `steps()`, whose calls of this allocator take effect together or, if it raises anything, not at all.
@@ -136,11 +145,17 @@ class HybridSlotAllocator:
         """`free` at the start of the next call, whoever makes it: for finalizers, which run anywhere, any time."""
         self._waiting.append(slots)
 
+    def free_with(self, owner: object, slots: Callable[[], IntsLike]) -> None:
+        """`free_later` what `slots()` says once `owner` is gone. `slots` must not keep the owner alive."""
+        dropped = _Dropped(owner, self._waiting.append)
+        dropped.slots = slots
+        self._owners[id(dropped)] = dropped
+
     def _free_waiting(self) -> None:
         while self._waiting:
             slots = self._waiting.popleft()
             try:
-                self.free(slots)
+                self.free(slots.slots() if isinstance(slots, _Dropped) else slots)
             except SlotOwnership as error:  # cleared meanwhile, or freed twice: not the fault of this call
                 logging.getLogger("portakv").warning("slots of a dropped cache: %s", error)
             except BaseException as error:  # while a device captures a graph, its mapping cannot change
@@ -149,6 +164,7 @@ class HybridSlotAllocator:
                     raise
                 return
             self._pages.journal = []
+            self._owners.pop(id(slots), None)
 
     @_exclusive
     def alloc(self, n: int, swa_tail: int | None = None) -> torch.Tensor:
@@ -361,7 +377,8 @@ class HybridSlotAllocator:
     @_exclusive
     def clear(self) -> None:
         """Give everything back; slots come out in the initial order again."""
-        self._waiting.clear()
+        while self._waiting:
+            self._owners.pop(id(self._waiting.popleft()), None)
         self._pages.clear()
 
     @_exclusive

@@ -125,8 +125,9 @@ def check_rows(
     v: torch.Tensor,
     dtypes: Collection[torch.dtype],
     device: torch.device,
+    mixed: bool = False,
 ) -> None:
-    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take."""
+    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take; `mixed`: of two dtypes."""
     for name, x in ((names[0], k), (names[1], v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -136,7 +137,7 @@ def check_rows(
             k.shape == (n, *layer.k_tail)
             and v.shape == (n, *layer.v_tail)
             and k.dtype in dtypes
-            and v.dtype is k.dtype
+            and (v.dtype is k.dtype or (mixed and v.dtype in dtypes))
             and k.device == v.device == loc.device == device
             and (k.is_contiguous() or k.stride(2) == 1)
             and (v.is_contiguous() or v.stride(2) == 1)
@@ -154,7 +155,7 @@ def check_rows(
             raise ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
         if not x.is_contiguous() and x.stride(2) != 1:
             raise ValueError(f"{name}: expected a dense last axis, got strides {x.stride()}")
-    if k.dtype != v.dtype:
+    if k.dtype != v.dtype and not mixed:
         raise TypeError(f"{names[1]}: expected {k.dtype} as {names[0]}, got {v.dtype}")
     if loc.device != device:
         raise ValueError(f"{names[2]}: expected slots on {device}, got {loc.device}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,21 +70,25 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
 
     Reads plain attributes, so any object with the same names will do: `num_hidden_layers`, `layer_types`,
     `sliding_window` (which counts the current token), `use_sliding_window`, head counts and dims (per layer
-    where the config has `per_layer_config`, of the sliding layers where it has `swa_*`),
-    `num_kv_shared_layers`. Layers that share KV come out as aliases of the last layer of their kind that
-    stores it. With `kv_lora_rank` and `qk_rope_head_dim` they are MLA layers, for engines that attend to the latent.
+    where the config has `per_layer_config` or a list, of the sliding layers where it has `swa_*`), Falcon's
+    `multi_query` and `new_decoder_architecture`, `num_kv_shared_layers`. Layers that share KV come out as aliases of
+    the last layer of their kind that stores it. With `kv_lora_rank` and `qk_rope_head_dim` they are MLA layers, for
+    engines that attend to the latent.
 
     Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed
     attention.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     text = getattr(text, "text_config", None) or text
-    num_layers = getattr(text, "num_hidden_layers", None)
+    num_layers = getattr(text, "num_decoder_layers", None) or getattr(text, "num_hidden_layers", None)
     if num_layers is None:
         got = type(config).__name__
         raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {got}")
-    of_layer = list(getattr(text, "per_layer_config", None) or [text] * num_layers)
+    own = getattr(text, "num_decoder_layers", None) is None  # T5's other layers are its encoder's
+    of_layer = list((own and getattr(text, "per_layer_config", None)) or [text] * num_layers)
     kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
+    if not getattr(text, "layer_types", None) and (blocks := getattr(text, "layers_block_type", None)):
+        kinds = [kind if block == "attention" else block for kind, block in zip(kinds, blocks, strict=True)]
     if not len(kinds) == len(of_layer) == num_layers:
         raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
     specs = [_layer_spec(i, kinds[i], of_layer[i]) for i in range(num_layers)]
@@ -117,13 +122,80 @@ def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
     if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
         return LayerSpec(window, 1, latent, getattr(layer, "qk_rope_head_dim", None), mla=True)
 
-    def size(name: str, default: int | None = None) -> Any:  # LayerSpec checks it
-        own = getattr(layer, f"swa_{name}", None) if is_swa else None
-        return own or getattr(layer, name, None) or default
+    def size(*names: str) -> Any:  # LayerSpec checks it
+        for name in names:
+            own = getattr(layer, f"swa_{name}", None) if is_swa else None
+            value = own or getattr(layer, name, None)
+            if value:
+                return value[i] if isinstance(value, (list, tuple)) else value
+        return None
 
-    heads = size("num_key_value_heads", layer.num_attention_heads)
+    heads = size("num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads", "num_attention_heads")
+    if getattr(layer, "new_decoder_architecture", False):
+        heads = layer.num_attention_heads  # Falcon repeats its KV heads before it caches them
+    elif getattr(layer, "multi_query", False):
+        heads = 1
     if is_swa and getattr(layer, "model_type", None) == "mimo_v2_flash":
         heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, whatever its config says
-    head_dim = size("head_dim") or layer.hidden_size // layer.num_attention_heads
-    v_head_dim = size("v_head_dim", head_dim)
+    if not heads:
+        raise ValueError(f"config.num_attention_heads: expected the heads of layer {i}, got {heads}")
+    head_dim = size("head_dim", "d_kv") or layer.hidden_size // size("num_attention_heads")
+    v_head_dim = size("v_head_dim") or head_dim
     return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)
+
+
+def layers_from_model(model: Any) -> list[LayerSpec]:
+    """`layers_from_config` of a transformers model, with the KV heads that its layers have in this process.
+
+    They are counted by the rows of each layer's `k_proj`, if it has one: a rank of tensor parallelism has some of the
+    config's heads, and configs have other names for them. Raises `ValueError` as `layers_from_config` does, for an
+    encoder-decoder, for layers of cross-attention, and for ranks whose heads cannot be counted.
+    """
+    config = model.config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
+        for of in (config, text):
+            if value := getattr(of, name, None):
+                raise ValueError(
+                    f"config.{name}: expected a decoder without cross-attention, got {value}: it takes "
+                    "EncoderDecoderCache(PortaKVCache(pool), DynamicCache())"
+                )
+    ranks = getattr(model, "_tp_size", None) or 1
+    keys = _keys(model)
+    specs = layers_from_config(config)
+    if max(keys, default=0) >= len(specs):
+        raise ValueError(f"config.num_hidden_layers: expected the model's {max(keys) + 1} layers, got {len(specs)}")
+    for i, spec in enumerate(specs):
+        if i in keys and not spec.mla:
+            rows, head_dim = keys[i]
+            heads, rest = divmod(rows, head_dim or spec.head_dim)
+            if rest:
+                raise ValueError(
+                    f"model: expected heads of {head_dim or spec.head_dim} in layer {i}, got {rows} rows of k_proj"
+                )
+            specs[i] = replace(spec, num_kv_heads=heads, head_dim=head_dim or spec.head_dim)
+        elif ranks > 1 and spec.alias_of is None:
+            raise ValueError(
+                f"model: expected a k_proj in layer {i} to count the heads of 1 of {ranks} ranks, got none"
+            )
+    return specs
+
+
+def _keys(model: Any) -> dict[int, tuple[int, int | None]]:
+    """By layer, how many rows of keys its `k_proj` gives in this process, and how many make a head, if it says so."""
+    plan = (getattr(model, "tp_plan", None) or {}) if getattr(model, "_tp_size", None) else {}
+    keys: dict[int, tuple[int, int | None]] = {}
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inside = set(map(id, decoder.modules()))  # beside it a tower of another modality may stand
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            continue
+        layer, weight = getattr(module, "layer_idx", None), getattr(getattr(module, "k_proj", None), "weight", None)
+        if not isinstance(layer, int) or weight is None or weight.dim() != 2 or not weight.is_floating_point():
+            continue  # weights that are packed do not show their rows
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.k_proj"), "")
+        local = weight.to_local() if style == "colwise" and hasattr(weight, "to_local") else weight
+        head_dim = getattr(module, "head_dim", None)
+        # A layer's own attention comes before cross-attention.
+        keys.setdefault(layer, (int(local.shape[0]), head_dim if isinstance(head_dim, int) else None))
+    return keys

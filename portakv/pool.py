@@ -274,9 +274,10 @@ class HybridKVPool:
         """Store `k [T, H, D]` and `v [T, H, Dv]` at the layer's locations, in one launch.
 
         A full layer writes `write_loc.loc`, a sliding-window layer `write_loc.swa_loc`; nothing is translated here. Any
-        strides with a dense last axis. k and v share a dtype: a float, converted or quantised with the layer's scales,
-        or the storage dtype, moved byte for byte; they must not overlap the cache. Rows for PAD, the reserved page,
-        negative slots, and tokens that `rope` has no angle for (these are counted) go nowhere.
+        strides with a dense last axis. k and v are each of a float dtype, converted or quantised with the layer's
+        scales, or of the storage dtype, moved byte for byte; with `rope`, or in layouts of blocks, both of one.
+        They must not overlap the cache. Rows for PAD, the reserved page, negative slots, and tokens that `rope` has no
+        angle for (these are counted) go nowhere.
 
         The same slot twice in one store is an error in checked mode. Otherwise that slot, and no other, holds one whole
         row on CPUs and in the reference: the last of them, all of K and V, values and scales, in every layout. On GPUs
@@ -301,12 +302,19 @@ class HybridKVPool:
             if rope is not None:
                 return store_rotated(layer, rope, loc, k, v, self._faults, traced, self.page_size if checking else None)
             store = layer.traced_store if traced else layer.store
-            store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+            return store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
         except (AttributeError, TypeError, ValueError):
             # Refused: once more in full, to name this call's arguments.
             loc = checks.side_slots("write_loc", layer_id, layer, write_loc)
-            checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
-            raise
+            apart = rope is None and layer.fmt.dtype in layer.sources
+            checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device, mixed=apart)
+            if k.dtype is v.dtype:
+                raise
+        # Of two dtypes, as under autocast: kernels take one, so each is converted on its own first.
+        from portakv.kernels.reference import convert  # `import portakv` loads no kernels
+
+        k, v = convert(k, layer.fmt, layer.k_inv), convert(v, layer.fmt, layer.v_inv)
+        return self.set_kv_buffer(layer_id, write_loc, k, v)
 
     def get_kv_buffer(self, layer_id: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first; other layouts
@@ -345,8 +353,12 @@ class HybridKVPool:
             made = k_out.dtype if isinstance(k_out, Tensor) and k_out.dtype in layer.sources else made
             v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=made, device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
-        checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device)
+        checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device, mixed=True)
         checks.check_outputs(k_out, v_out)
+        if k_out.dtype is not v_out.dtype:  # kernels write one dtype: once for each, beside what nobody reads
+            self.gather_kv(layer_id, locations, k_out, torch.empty_like(v_out, dtype=k_out.dtype))
+            self.gather_kv(layer_id, locations, torch.empty_like(k_out, dtype=v_out.dtype), v_out)
+            return k_out, v_out
         if self._checking():
             checks.check_range("locations", loc, layer.num_rows)
         (layer.traced_gather if ops.tracing() else layer.gather)(

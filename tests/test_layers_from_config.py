@@ -3,13 +3,18 @@ store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from portakv.layers import LayerSpec, layers_from_config
+from portakv.layers import LayerSpec, layers_from_config, layers_from_model
 
 
 def config(**options: Any) -> SimpleNamespace:
@@ -77,6 +82,21 @@ def test_shared_layers_alias_the_last_of_their_kind() -> None:
         layers_from_config(shared)
 
 
+def test_head_counts_of_falcon() -> None:
+    falcon = {"num_key_value_heads": None, "num_kv_heads": 8, "multi_query": True}
+    assert layers_from_config(config(**falcon)) == [LayerSpec(None, 1, 8)] * 4
+    assert layers_from_config(config(**falcon | {"multi_query": False})) == [LayerSpec(None, 8, 8)] * 4
+    repeated = config(**falcon | {"num_kv_heads": 2, "new_decoder_architecture": True})
+    assert layers_from_config(repeated) == [LayerSpec(None, 8, 8)] * 4
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads"])
+def test_head_counts_listed_by_layer(name: str) -> None:
+    counts = [2, 4, 1, 8]
+    layers = layers_from_config(config(**{"num_key_value_heads": None, name: counts}))
+    assert layers == [LayerSpec(None, heads, 8) for heads in counts]
+
+
 def test_text_config_of_a_multimodal_config() -> None:
     text = config(sliding_window=16)
     assert layers_from_config(SimpleNamespace(text_config=text)) == [SWA] * 4
@@ -94,6 +114,10 @@ def test_text_config_of_a_multimodal_config() -> None:
             {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
             r"layer_types\[3\].*got linear_attention",
         ),
+        (
+            {"layers_block_type": ["attention", "recurrent"] * 2},  # RecurrentGemma's, before transformers 5.20
+            r"layer_types\[1\].*got recurrent",
+        ),
         ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
         ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
         ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),
@@ -103,6 +127,12 @@ def test_text_config_of_a_multimodal_config() -> None:
 def test_what_the_pool_has_no_layer_for(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layers_from_config(config(**options))
+
+
+def test_a_layer_without_heads() -> None:
+    without = config(num_attention_heads=None, num_key_value_heads=None)
+    with pytest.raises(ValueError, match="num_attention_heads: expected the heads of layer 0, got None"):
+        layers_from_config(without)
 
 
 def test_not_a_decoder_config() -> None:
@@ -155,3 +185,66 @@ def test_deepseek_keeps_a_latent() -> None:
 def test_published_configs_that_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         layers_from_config(transformers_config(name))
+
+
+# Models
+
+
+def tiny(name: str, **options: Any) -> Any:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+    config_class = getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM")(config_class(**(sizes | options)))
+
+
+def test_model_says_how_many_heads_it_has() -> None:
+    model = tiny("Llama", num_key_value_heads=2, intermediate_size=32)
+    assert layers_from_model(model) == [LayerSpec(None, 2, 16)] * 2
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(64, 64)  # as where a config has a name of its own for it
+    assert layers_from_model(model) == [LayerSpec(None, 2, 16), LayerSpec(None, 4, 16)]
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(64, 24)
+    with pytest.raises(ValueError, match="expected heads of 16 in layer 1, got 24 rows of k_proj"):
+        layers_from_model(model)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """The first of two processes; the other is not needed for what is asked here."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_of_tensor_parallelism_has_its_own_heads(two_ranks: DeviceMesh) -> None:
+    model = tiny("Llama", num_key_value_heads=2, intermediate_size=32)
+    model._tp_size = 2
+    for layer in model.model.layers:
+        local = layer.self_attn.k_proj.weight[:16]
+        sharded = DTensor.from_local(local, two_ranks, [Shard(0)], run_check=False)
+        layer.self_attn.k_proj.weight = torch.nn.Parameter(sharded)
+    assert layers_from_model(model) == [LayerSpec(None, 1, 16)] * 2
+    model._tp_plan = {"model.layers.*.self_attn.k_proj": "colwise_gather_output"}
+    assert layers_from_model(model) == [LayerSpec(None, 2, 16)] * 2
+    other = tiny("GPTNeoX", intermediate_size=32)
+    other._tp_size = 2
+    with pytest.raises(ValueError, match="expected a k_proj in layer 0 to count the heads of 1 of 2 ranks, got none"):
+        layers_from_model(other)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lambda: transformers.T5Config(), "config.is_encoder_decoder: expected a decoder .*, got True"),
+        (lambda: transformers.GPT2Config(add_cross_attention=True), "config.add_cross_attention: .*got True"),
+        (lambda: transformers.MllamaConfig(), r"config.cross_attention_layers: .*got \[3, 8, .*EncoderDecoderCache"),
+    ],
+)
+def test_models_that_look_at_an_encoder_are_refused(config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layers_from_model(SimpleNamespace(config=config()))
+
+
+def test_decoder_of_an_encoder_decoder() -> None:
+    t5 = transformers.T5Config(d_model=32, d_kv=6, num_layers=2, num_decoder_layers=3, num_heads=4)
+    assert layers_from_config(t5) == [LayerSpec(None, 4, 6)] * 3
+    bart = transformers.BartConfig(d_model=32, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4)
+    assert layers_from_config(bart) == [LayerSpec(None, 4, 8)] * 3

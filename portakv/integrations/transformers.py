@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from portakv import checks
 from portakv import device as devices
+from portakv.arrays import Ints
 from portakv.errors import OutOfSlots, PortaKVError
-from portakv.integrations import dropped
-from portakv.layers import check_positive, layers_from_config, require_heads
+from portakv.layers import check_positive, layers_from_model, require_heads
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class PortaKVCache(Cache):
-    """A batch of sequences whose KV is in `pool`: `model.generate(..., cache=PortaKVCache(pool))`.
+    """A batch of sequences whose KV is in `pool`: `model.generate(..., cache=PortaKVCache(pool))`
+    (`past_key_values=` in older versions of transformers).
 
     Layer i of the model is layer i of the pool. Geometry, and so every mask, is that of transformers'
     DynamicCache: a full layer returns all keys, a sliding-window layer the last `min(seen, window - 1)` and
     the new ones. All rows of the batch have one length: left padding owns slots. Each forward takes its
     slots, and translates them, once for all layers; before that it gives back the SWA slots that no query can
     see any more. So between forwards a sequence holds, on the SWA side, its window, the rest of a page, and
-    the tokens of the last forward, which `crop` may take back.
+    the tokens of the last forward, which `crop` may take back; while the past is recorded, those of all forwards
+    since the last `crop`.
 
     The slots return to the pool with `reset()` and when the cache is dropped; `copy.deepcopy` makes a second
     cache on the same pool. Do not `clear()` the allocator under a live cache. For inference: no gradient
-    flows through it. Not thread-safe, as the pool's allocator.
+    flows through it. Several threads may use caches of their own on one pool. In an encoder-decoder it serves the
+    decoder's own attention: `EncoderDecoderCache(PortaKVCache(pool), DynamicCache())`.
 
-    Raises, and leaves the pool as it was: `OutOfSlots`; `ValueError` for another batch size or a layer that
-    the pool does not have; `PortaKVError` where the last forward did not write every layer (`crop` its
-    tokens, or `reset`).
+    A call that raises, whatever it raises and where, leaves the cache and the pool as they were before it or as they
+    are after it. Raises `OutOfSlots`; `ValueError` for another batch size or a layer that the pool does not have;
+    `PortaKVError` where the last forward did not write every layer (`crop` its tokens, or `reset`), and where rows
+    that `reorder_cache` moved could not be copied yet, which every call tries again.
     """
 
     def __init__(self, pool: HybridKVPool) -> None:
@@ -46,16 +50,9 @@ class PortaKVCache(Cache):
         self.pool = pool
         require_heads(pool.layers)
         self._batch = _Batch(pool)
-        super().__init__(
-            layers=[
-                DummyLayer()  # type: ignore[no-untyped-call]
-                if spec.alias_of is not None
-                else _PoolLayer(self._batch, i)
-                for i, spec in enumerate(pool.layers)
-            ]
-        )
+        super().__init__(layers=[_PoolLayer(self._batch, i) for i in range(len(pool.layers))])
         # The layers know the batch, not the cache: no cycle delays the return of a dropped cache's slots.
-        weakref.finalize(self, dropped.release, self._batch).atexit = False
+        pool.allocator.free_with(self, self._batch.held)
 
     @classmethod
     def for_model(
@@ -71,14 +68,17 @@ class PortaKVCache(Cache):
     ) -> PortaKVCache:
         """A cache on a new pool with room for `batch_size` sequences (times beams) of `max_tokens` tokens.
 
-        `max_tokens` counts prompt, padding and new tokens; `max_chunk` is the most tokens one forward adds,
-        by default `max_tokens`: prefill in chunks to keep the SWA side small. `dtype` is the model's unless
-        given; `options` go to HybridKVPool.
+        `max_tokens` counts prompt, padding and new tokens; `max_chunk` is the most tokens one forward adds (all
+        between two crops, where the past is recorded), by default `max_tokens`: prefill in chunks to keep the SWA side
+        small. `dtype` is the model's unless given; `options` go to HybridKVPool.
+
+        Raises `ValueError`, in the words of its config, for a model that such a cache cannot serve: an encoder-decoder,
+        layers of cross-attention, or of another state than K and V.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("page_size", page_size)):
             check_positive(name, value)
         chunk = max_tokens if max_chunk is None else check_positive("max_chunk", max_chunk)
-        layers = require_heads(layers_from_config(model.config))
+        layers = require_heads(layers_from_model(model))
         windows = [spec.window for spec in layers if spec.window is not None]
         full = -(-max_tokens // page_size) * page_size
         # A window that starts anywhere in a page, and the chunk behind it.
@@ -110,8 +110,9 @@ class PortaKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, as after a rejected draft.
 
-        Always possible for the tokens of the last forward. Raises `ValueError` for a positive number, as
-        transformers does, for more tokens than there are, and where the window behind them is evicted.
+        Always possible for the tokens of the last forward and, while the past is recorded, of all forwards since the
+        last `crop`. Raises `ValueError` for a positive number, as transformers does, for more tokens than there are,
+        and where the window behind them is evicted.
         """
         self._batch.crop(tokens_to_remove)
 
@@ -122,45 +123,65 @@ class PortaKVCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Raises `OutOfSlots` before anything changes."""
         check_positive("repeats", repeats)
-        self._batch.select(np.arange(self._batch.size).repeat(repeats))
+        self._batch.select(np.arange(self._batch.num_rows).repeat(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers or a mask), in that order; the others' slots go back."""
         self._batch.select(indices)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: eviction waits for the next forward, and what one added can always be cropped."""
+        """From here on what `crop` needs to come back to the last one, or to here, is not evicted."""
+        self._batch.record(True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PortaKVCache:
         twin = memo[id(self)] = type(self)(self.pool)
         twin._batch.copy_from(self._batch)
         return twin
 
+    def __reduce__(self) -> NoReturn:  # what copy.copy asks too
+        raise TypeError("PortaKVCache: expected copy.deepcopy, which takes slots of its own, got another copy")
+
 
 class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's view of the batch: how many of its tokens this layer has written."""
+    """One layer's view of the batch: how many of its tokens this layer, or the one it aliases, has written."""
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, batch: _Batch, layer_id: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.window = batch.pool.layers[layer_id].window
+        spec = batch.pool.layers[layer_id]
+        self.window = spec.window
         self.is_sliding = self.window is not None
         self.layer_id = layer_id
-        self.length = 0
+        self._stored = layer_id if spec.alias_of is None else spec.alias_of
         self._batch = batch
-        batch.layers.append(self)
+
+    @property
+    def length(self) -> int:
+        return self._batch.state.length_of(self._stored)
+
+    @property
+    def record_past(self) -> bool:
+        """Whether what is to be cropped is kept; transformers sets it to False when it is done with it."""
+        return self._batch.state.recorded is not None
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self._batch.record(on)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool owns the memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._batch.update(self, key_states, value_states)
+        if self._stored != self.layer_id:
+            raise checks.no_layer(self.layer_id, self._batch.pool.layers)
+        return self._batch.update(self.layer_id, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        offset = _first_visible(self.length, self.window)
-        return self.length - offset + query_length, offset
+        length = self.length
+        offset = _first_visible(length, self.window)
+        return length - offset + query_length, offset
 
     def get_seq_length(self) -> int:
         return self.length
@@ -168,34 +189,69 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return -1 if self.window is None else self.window
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PoolLayer:
-        raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache")
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise PortaKVError("a layer of a PortaKVCache has no slots of its own: copy the cache, crop or reset it")
+
+    __deepcopy__ = crop = reset = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = _refuse  # type: ignore[assignment]
+
+
+class _Forward(NamedTuple):
+    """The forward in flight: no plan outlives it, and none is taken for another's."""
+
+    past: int  # tokens before it
+    missing: frozenset[int]  # the layers that have not written it
+    write: KVWriteLoc
+    reads: dict[int | None, list[KVWriteLoc]]  # of a window, row by row
+
+
+class _State(NamedTuple):
+    """All that a batch knows. A call works on values of its own and publishes them together, last."""
+
+    slots: Ints = np.empty((0, 0), np.int64)  # [B, capacity] full slots by row and position; past `length` anything
+    length: int = 0
+    evicted: int = 0  # positions below have no SWA peer any more, in any row
+    recorded: int | None = None  # the length that `crop` must be able to come back to, while the past is recorded
+    forward: _Forward | None = None
+    moves: tuple[Ints, Ints] | None = None  # copies (to, from) that the rows in `slots` still need
+
+    @property
+    def held(self) -> Ints:
+        return self.slots[:, : self.length]
+
+    @property
+    def past(self) -> int:
+        """The tokens that every layer has written."""
+        return self.length if self.forward is None else self.forward.past
+
+    def length_of(self, layer_id: int) -> int:
+        return self.past if self.forward is not None and layer_id in self.forward.missing else self.length
+
+    def emptied(self) -> _State:
+        return _State(recorded=None if self.recorded is None else 0)
+
+    def require_whole(self) -> None:
+        if self.forward is not None:
+            missing = sorted(self.forward.missing)
+            raise PortaKVError(f"layers {missing} did not write the last forward: crop its tokens, or reset")
 
 
 class _Batch:
-    """The slots of a batch of sequences of one length, and the plan of the forward in flight."""
+    """The slots of a batch of sequences of one length."""
 
     def __init__(self, pool: HybridKVPool) -> None:
         self.pool = pool
         self.allocator = pool.allocator
-        self.thread = threading.get_ident()
-        self.layers: list[_PoolLayer] = []
-        self.write: KVWriteLoc
-        self.reads: dict[int | None, KVWriteLoc]
-        self._forget()
-
-    def _forget(self) -> None:
-        # [B, capacity] full slots by row and position, on the host.
-        self.slots = torch.empty((0, 0), dtype=torch.int64)
-        self.length = 0
-        self.evicted = 0  # positions below have no SWA peer any more, in any row
-        self._set_layers(0)
+        self.stored = frozenset(i for i, spec in enumerate(pool.layers) if spec.alias_of is None)
+        self.state = _State()
 
     @property
-    def size(self) -> int:
-        return self.slots.shape[0]
+    def num_rows(self) -> int:
+        return len(self.state.slots)
 
-    def update(self, layer: _PoolLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # A forward
+
+    def update(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         for name, x in (("key_states", k), ("value_states", v)):
             if not isinstance(x, Tensor) or x.dim() != 4 or not x.shape[0] * x.shape[2]:
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -203,162 +259,230 @@ class _Batch:
         if k.shape[::2] != v.shape[::2]:
             expected = f"the rows and tokens of key_states, {tuple(k.shape[::2])}"
             raise ValueError(f"value_states: expected {expected}, got {tuple(v.shape[::2])}")
-        batch, heads, num_tokens, _ = k.shape
-        past, starts, pool = layer.length, layer.length == self.length, self.pool
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
-        rows = (_token_rows(k), _token_rows(v))
-        if starts:
-            # What the store would refuse is refused before anything is evicted for it; there are no slots yet.
-            stored = pool._layers[layer.layer_id]
-            checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, pool.device)
-            self._begin(batch, num_tokens)
-        elif batch != self.size or past + num_tokens != self.length:
-            expected = f"{self.length - past} tokens of {self.size} rows, as this forward's first layer had"
+        state = self._settle()
+        if state.forward is not None and layer_id in state.forward.missing:
+            return self._write(state, state.forward, layer_id, k, v)
+        state.require_whole()
+        batch, num_tokens = k.shape[0], k.shape[2]
+        if state.length and batch != state.slots.shape[0]:
+            raise ValueError(f"key_states: expected the cache's {state.slots.shape[0]} rows, got {batch}")
+        # What the store would refuse is refused before anything is evicted for it.
+        rows, stored = (_token_rows(k), _token_rows(v)), self.pool._layers[layer_id]
+        checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, self.pool.device, mixed=True)
+        self._make_room(state, batch, state.length + num_tokens)
+
+        def start() -> tuple[Tensor, Tensor]:
+            begun, forward = self._begin(self.state, batch, num_tokens)
+            return self._write(begun, forward, layer_id, k, v)
+
+        return self._change(start)
+
+    def _begin(self, state: _State, batch: int, num_tokens: int) -> tuple[_State, _Forward]:
+        """Take slots, evict, and translate what the layers will write and read."""
+        past, length = state.length, state.length + num_tokens
+        last = state.slots[:, past - 1] if past else np.full(batch, -1)
+        if num_tokens == 1:
+            loc = self.allocator.alloc_decode(np.full(batch, length), last)
+        else:
+            loc = self.allocator.alloc_extend(np.full(batch, past), np.full(batch, length), last)
+        # Not before: slots that come back to the cache if the forward fails must not have been written by it.
+        state, slots = self._evict(state), state.slots
+        if length > slots.shape[1]:
+            slots = np.empty((batch, max(length, 2 * slots.shape[1])), np.int64)
+            if past:
+                slots[:, :past] = state.held
+        slots[:, past:length] = loc.numpy().reshape(batch, num_tokens)
+        windows = {self.pool.layers[i].window for i in self.stored}
+        write = self.pool.plan_write(loc)
+        reads = {window: self._plan_read(slots[:, _first_visible(past, window) : length], window) for window in windows}
+        return state._replace(slots=slots, length=length), _Forward(past, self.stored, write, reads)
+
+    def _plan_read(self, slots: Ints, window: int | None) -> list[KVWriteLoc]:
+        """What layers of `window` read, by row, translated if they need it."""
+        flat = torch.from_numpy(slots.flatten())
+        read = KVWriteLoc(devices.upload(flat, self.pool.device)) if window is None else self.pool.plan_write(flat)
+        width = slots.shape[1]
+        return [read[i * width : (i + 1) * width] for i in range(slots.shape[0])]
+
+    def _write(self, state: _State, forward: _Forward, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's K and V, read what its attention asks for, and publish that the layer has been here."""
+        (batch, heads, num_tokens, _), rows = k.shape, state.slots.shape[0]
+        if batch != rows or num_tokens != state.length - forward.past:
+            expected = f"{state.length - forward.past} tokens of {rows} rows, as this forward's first layer had"
             raise ValueError(f"key_states: expected {expected}, got {num_tokens} of {batch}")
-        try:
-            pool.set_kv_buffer(layer.layer_id, self.write, *rows)
-        except BaseException:
-            if starts:
-                self._set_layers(past)
-                self._shrink(past)
-            raise
-        layer.length += num_tokens
-        self.unwritten -= 1
-        if not past and k.dtype is pool.dtype:
-            return k, v  # all that there is to read, as it was stored
-        read = self.reads[layer.window]
-        # Heads outermost: what a gather can write token by token and attention can read head by head.
-        k_out, v_out = (x.new_empty((heads, len(read), x.shape[3])) for x in (k, v))
-        pool.gather_kv(layer.layer_id, read, k_out.transpose(0, 1), v_out.transpose(0, 1))
-        return _batched(k_out, batch), _batched(v_out, batch)
+        pool = self.pool
+        pool.set_kv_buffer(layer_id, forward.write, _token_rows(k), _token_rows(v))
+        if forward.past or not k.dtype is v.dtype is pool.dtype:  # otherwise they are all there is, as it was stored
+            reads = forward.reads[pool.layers[layer_id].window]
+            # Row by row into heads that lie together: attention may view what it gets as [B * H, S, D].
+            k, v = (x.new_empty((batch, heads, len(reads[0]), x.shape[3])) for x in (k, v))
+            for read, k_row, v_row in zip(reads, k.transpose(1, 2), v.transpose(1, 2), strict=True):
+                pool.gather_kv(layer_id, read, k_row, v_row)
+        missing = forward.missing - {layer_id}
+        self.state = state._replace(forward=forward._replace(missing=missing) if missing else None)
+        return k, v
+
+    # Between forwards
 
     def crop(self, tokens_to_remove: int) -> None:
-        length = self.length + tokens_to_remove
-        if not 0 <= length <= self.length:
-            raise ValueError(f"tokens_to_remove: expected {-self.length} to 0, got {tokens_to_remove}")
-        least = self.length - min(layer.length for layer in self.layers)
-        if -tokens_to_remove < least:
-            lacking = f"the {least} that some layer lacks"
+        state = self._settle()
+        length = state.length + tokens_to_remove
+        if not 0 <= length <= state.length:
+            raise ValueError(f"tokens_to_remove: expected {-state.length} to 0, got {tokens_to_remove}")
+        if length > state.past:
+            lacking = f"the {state.length - state.past} that some layer lacks"
             raise ValueError(f"tokens_to_remove: expected at least {lacking}, got {-tokens_to_remove}")
-        if self.evicted > _first_visible(length, self.pool.window):
-            gone = f"the SWA slots below position {self.evicted} are given back"
+        if state.evicted > _first_visible(length, self.allocator.window):
+            gone = f"the SWA slots below position {state.evicted} are given back"
             raise ValueError(f"tokens_to_remove: position {length} needs a whole window, but {gone}")
-        self._shrink(length)
-        self._set_layers(length)
 
-    def select(self, source: Tensor | np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        def shrink() -> None:
+            self.allocator.rewind(state.slots[:, length : state.length].ravel())
+            recorded = None if state.recorded is None else length
+            shrunk = state if length else state.emptied()
+            self.state = shrunk._replace(length=length, recorded=recorded, forward=None)
+
+        self._change(shrink)
+
+    def select(self, source: Tensor | Ints) -> None:
         """Make row i what row `source[i]` was: one of those that name a row keeps its slots, others copy."""
-        if not self.length:
+        state = self._settle()
+        if not state.length:
             return
-        self._require_whole()
+        state.require_whole()
+        num_rows = state.slots.shape[0]
         try:
             given = source.cpu().numpy() if isinstance(source, Tensor) else source
-            rows = np.arange(self.size)[given].tolist()
+            rows = np.arange(num_rows)[given].tolist()
         except IndexError as error:
-            raise ValueError(f"indices: expected rows of 0 to {self.size - 1}: {error}") from None
+            raise ValueError(f"indices: expected rows of 0 to {num_rows - 1}: {error}") from None
         if not rows:
             self.release()
             return
         keeper = {row: i for i, row in enumerate(rows)}
         copies = [i for i, row in enumerate(rows) if keeper[row] != i]
-        spare = sorted(set(range(self.size)) - keeper.keys())  # rows nobody keeps: the copies go there first
-        old = self.slots[:, : self.length]
-        targets = torch.cat((old[spare], self._new_rows(max(0, len(copies) - len(spare)))))
-        new = old[rows]
-        if copies:
-            self.pool.move_kv_cache(targets[: len(copies)].flatten(), new[copies].flatten())
-            new[copies] = targets[: len(copies)]
-        self.allocator.free(targets[len(copies) :].flatten())
-        self.slots = new
+        spare = sorted(set(range(num_rows)) - keeper.keys())  # rows nobody keeps: the copies go there first
+
+        def rearrange() -> None:
+            fresh = self._new_rows(state, max(0, len(copies) - len(spare)))
+            targets = np.concatenate((state.held[spare], fresh))
+            slots = state.held[rows]
+            moves = targets[: len(copies)].ravel(), slots[copies].ravel()
+            slots[copies] = targets[: len(copies)]
+            self.allocator.free(targets[len(copies) :].ravel())
+            if copies and not spare:  # into new slots: what fails is taken back
+                self._move(*moves)
+            self.state = state._replace(slots=slots, moves=moves if copies and spare else None)
+
+        self._change(rearrange)
+        try:
+            self._settle()
+        except BaseException as error:
+            self._settle()
+            if not isinstance(error, Exception):  # an interrupt, not what the second try has mended
+                raise
+
+    def _settle(self) -> _State:
+        """The state, once the copies that it still needs are made.
+
+        They go to rows that nobody keeps, which cannot be taken back. But no source is a target: however far they came,
+        they can be made again.
+        """
+        state = self.state
+        if state.moves is not None:
+            try:
+                self._move(*state.moves)
+            except Exception as error:
+                raise PortaKVError(
+                    f"rows of this cache are not copied yet, the next call tries again: {error}"
+                ) from error
+            self.state = state = state._replace(moves=None)
+        return state
 
     def copy_from(self, other: _Batch) -> None:
-        other._require_whole()
-        self.length, self.evicted = other.length, other.evicted
-        try:
-            slots = self._new_rows(other.size)
-        except BaseException:
-            self._forget()
-            raise
-        self.pool.move_kv_cache(slots.flatten(), other.slots[:, : other.length].flatten())
-        self.slots = slots
-        self._set_layers(other.length)
+        state = other._settle()
+        state.require_whole()
+
+        def duplicate() -> None:
+            slots = self._new_rows(state, state.slots.shape[0])
+            self._move(slots.ravel(), state.held.ravel())
+            self.state = state._replace(slots=slots)
+
+        self._change(duplicate)
+
+    def record(self, on: bool) -> None:
+        """Keep what `crop` needs to come back to here and, after each crop, to the length it left; or no longer."""
+        state = self.state
+        if on != (state.recorded is not None):
+            self.state = state._replace(recorded=state.past if on else None)
 
     def release(self) -> None:
-        slots = self.slots[:, : self.length].flatten()
-        self._forget()
-        self.allocator.free(slots)
+        state = self.state
 
-    def _begin(self, batch: int, num_tokens: int) -> None:
-        """Start a forward: evict, take slots, and translate what the layers will write and read."""
-        self._require_whole()
-        past, length = self.length, self.length + num_tokens
-        if past and batch != self.size:
-            raise ValueError(f"key_states: expected the cache's {self.size} rows, got {batch}")
-        dropped.free_orphans(self.allocator)
-        frontier = self._frontier(past)
-        self._require_room(batch, length, batch * (frontier - self.evicted))
-        if frontier > self.evicted:
-            cursors, queries = np.full((2, batch), [[self.evicted], [past]])
-            self.allocator.evict_swa(self.slots, np.arange(batch), cursors, queries)
-            self.evicted = frontier
-        last = self.slots[:, past - 1] if past else np.full(batch, -1)
-        if num_tokens == 1:
-            loc = self.allocator.alloc_decode(np.full(batch, length), last)
-        else:
-            loc = self.allocator.alloc_extend(np.full(batch, past), np.full(batch, length), last)
-        if length > self.slots.shape[1]:
-            grown = torch.empty((batch, max(length, 2 * self.slots.shape[1])), dtype=torch.int64)
-            if past:
-                grown[:, :past] = self.slots[:, :past]
-            self.slots = grown
-        self.slots[:, past:length] = loc.view(batch, num_tokens)
-        self.length, self.unwritten = length, len(self.layers)
-        self.write = self.pool.plan_write(loc)
-        self.reads = {window: self._plan_read(past, window) for window in {layer.window for layer in self.layers}}
+        def free() -> None:
+            self.allocator.free(state.held.ravel())
+            self.state = state.emptied()
 
-    def _plan_read(self, query: int, window: int | None) -> KVWriteLoc:
-        """What layers of `window` read when the first new token is at `query`, translated if they need it."""
-        slots = self.slots[:, _first_visible(query, window) : self.length].flatten()
-        return KVWriteLoc(devices.upload(slots, self.pool.device)) if window is None else self.pool.plan_write(slots)
+        self._change(free)
 
-    def _frontier(self, query: int) -> int:
-        """Positions below it are in no window of a query at `query` or later, in whole pages."""
-        if self.pool.window is None:
+    def held(self) -> Ints:
+        """The slots that go back when the cache is dropped, wherever the garbage collector comes by."""
+        return self.state.held.ravel()
+
+    # Slots
+
+    def _change(self, steps: Callable[[], T]) -> T:
+        """Run `steps`, which publish a new state last: with what the allocator does in them, or not at all."""
+        state = self.state
+
+        def undo() -> None:
+            self.state = state
+
+        return self.allocator.atomically(steps, undo)
+
+    def _make_room(self, state: _State, batch: int, length: int) -> None:
+        """Raise OutOfSlots for a forward that does not fit; where it needs what can be evicted, evict that first."""
+        page_size = self.pool.page_size
+        need = batch * page_size * (-(-length // page_size) - -(-state.length // page_size))
+        evictable = batch * (self._frontier(state) - state.evicted)
+        for side, extra in (("full", 0), ("swa", evictable)) if self.allocator.swa_size else (("full", 0),):
+            free = self.allocator.available(side)
+            if need > free + extra:
+                raise OutOfSlots(side, need, free + extra)
+            if need > free:
+
+                def evict() -> None:
+                    self.state = self._evict(state)
+
+                self._change(evict)
+
+    def _frontier(self, state: _State) -> int:
+        """Positions below it are in no window of a query still to come, in whole pages."""
+        if self.allocator.window is None:
             return 0
+        query = state.length if state.recorded is None else state.recorded
         page_size = self.pool.page_size
-        return max(self.evicted, _first_visible(query, self.pool.window) // page_size * page_size)
+        return max(state.evicted, _first_visible(query, self.allocator.window) // page_size * page_size)
 
-    def _require_room(self, batch: int, length: int, evictable: int) -> None:
-        """Raise OutOfSlots before the eviction: a forward that does not fit changes nothing."""
-        page_size = self.pool.page_size
-        need = batch * page_size * (-(-length // page_size) - -(-self.length // page_size))
-        for side, extra in (("full", 0), ("swa", evictable)) if self.pool.has_swa else (("full", 0),):
-            if need > (free := self.allocator.available(side) + extra):
-                raise OutOfSlots(side, need, free)
+    def _evict(self, state: _State) -> _State:
+        frontier, rows = self._frontier(state), np.arange(state.slots.shape[0])
+        if frontier == state.evicted:
+            return state
+        query = state.length if state.recorded is None else state.recorded
+        cursors, queries = np.full((2, rows.size), [[state.evicted], [query]])
+        self.allocator.evict_swa(state.slots, rows, cursors, queries)
+        return state._replace(evicted=frontier)
 
-    def _new_rows(self, num_rows: int) -> Tensor:
-        """Slots `[num_rows, length]` with SWA peers at the positions where this batch has them."""
-        prefix, lengths, last = np.full((3, num_rows), [[0], [self.length], [-1]])
-        slots = self.allocator.alloc_extend(prefix, lengths, last, swa_tail=self.length - self.evicted)
-        return slots.view(num_rows, self.length)
+    def _new_rows(self, state: _State, num_rows: int) -> Ints:
+        """Slots `[num_rows, length]` with SWA peers at the positions where the batch has them."""
+        prefix, lengths, last = np.full((3, num_rows), [[0], [state.length], [-1]])
+        slots = self.allocator.alloc_extend(prefix, lengths, last, swa_tail=state.length - state.evicted)
+        return slots.numpy().reshape(num_rows, state.length)
 
-    def _shrink(self, length: int) -> None:
-        self.allocator.rewind(self.slots[:, length : self.length].flatten())
-        self.length = length
-        if not length:
-            self._forget()
-
-    def _set_layers(self, length: int) -> None:
-        """Every layer has written `length` tokens, and no forward is in flight."""
-        for layer in self.layers:
-            layer.length = length
-        self.unwritten = 0
-
-    def _require_whole(self) -> None:
-        if self.unwritten:
-            lagging = [layer.layer_id for layer in self.layers if layer.length < self.length]
-            raise PortaKVError(f"layers {lagging} did not write the last forward: crop its tokens, or reset")
+    def _move(self, to: Ints, source: Ints) -> None:
+        self.pool.move_kv_cache(torch.from_numpy(to), torch.from_numpy(source))
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -369,8 +493,3 @@ def _first_visible(position: int, window: int | None) -> int:
 def _token_rows(x: Tensor) -> Tensor:
     """`[B, H, q, D]` as `[B * q, H, D]`; a view where q is 1 or x is a transposed projection."""
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def _batched(x: Tensor, batch: int) -> Tensor:
-    """`[H, B * S, D]` as `[B, H, S, D]`, a view."""
-    return x.view(x.shape[0], batch, -1, x.shape[2]).transpose(0, 1)
