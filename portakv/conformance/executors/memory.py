@@ -80,7 +80,7 @@ class Memory:
             )
 
     def atomic_add(self, addresses: Array, values: Array, mask: Array | None = None) -> Array:
-        """Add `values` (uint32 or uint64 `[threads]`), one thread after the other; what each found, 0 for the others."""
+        """Add `values` (uint32 or uint64 `[threads]`), one thread after the other; what each found."""
         lanes = _lanes(addresses, mask)
         old = np.zeros_like(values)
         unit, index = self._index(addresses[lanes], values.itemsize, None)
