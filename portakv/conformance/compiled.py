@@ -23,11 +23,11 @@ import torch
 
 from portakv import testing
 from portakv.buffers import Mismatch
-from portakv.check import Outcome
+from portakv.check import Outcome, Result
 from portakv.compile import Target
 from portakv.conformance import far, mutations
 from portakv.conformance.executors.errors import ExecutionError
-from portakv.conformance.executors.launcher import EXECUTORS, ExecutingLauncher, bind
+from portakv.conformance.executors.launcher import ExecutingLauncher, bind, load_executor
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, INDEX_DTYPES, PAD, KVFormat, Variant
 from portakv.kernels import _triton, reference
@@ -89,8 +89,16 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
 
 
 def unavailable(target: Target) -> str | None:
-    """Why code for the target can not be executed here, or `None`."""
-    return target.unavailable()
+    """Why code for the target cannot be executed here, or `None`."""
+    if (why := target.unavailable()) is not None:
+        return why
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET is 1, and the interpreter compiles nothing"
+    try:
+        load_executor(target.kind.value)
+    except ModuleNotFoundError as e:
+        return f"{e.name} is not installed"
+    return None
 
 
 def check_targets(
@@ -107,8 +115,8 @@ def check_targets(
         key = (task.target, task.line)
         before = done.get(key, Outcome(task.line, task.target, "passed"))
         detail = before.detail or failure
-        result = "failed" if detail else "passed"
-        done[key] = Outcome(*key[::-1], result, detail, before.cases + ran, before.total + task.cases)
+        result: Result = "failed" if detail else "passed"
+        done[key] = Outcome(task.line, task.target, result, detail, before.cases + ran, before.total + task.cases)
     return list(done.values())
 
 
@@ -146,16 +154,15 @@ def check_floats(target: str, kept: torch.dtype) -> int:
     """Every 16-bit pattern (for float32 as the upper half) of every dtype stored as `kept`, and read again."""
     launcher = ExecutingLauncher(Target.parse(target))
     fmt = KVFormat(1, 256, 256, kept)
+    pairs: list[tuple[Callable[..., None], ...]] = [(reference.store_kv, reference.gather_kv)]
+    pairs.append((bind("store_kv", launcher), bind("gather_kv", launcher)))
     for dtype in FLOAT_DTYPES:
         patterns = torch.arange(1 << 16, dtype=torch.int32)
         bits = (patterns << 16 | 0x1234) if dtype is torch.float32 else patterns.to(torch.int16)
         k, slots = bits.view(256, 1, 256).view(dtype), torch.arange(1, 257)
         for factor in SCALES:
             scale, results = torch.tensor([factor]), []
-            for store, gather in (
-                (bind("store_kv", launcher), bind("gather_kv", launcher)),
-                (reference.store_kv, reference.gather_kv),
-            ):
+            for store, gather in pairs:
                 caches = [torch.zeros((257, 1, 256 * kept.itemsize), dtype=torch.uint8).view(kept) for _ in "kv"]
                 outs = [torch.zeros_like(k) for _ in "kv"]
                 faults = testing.faults().tensor
@@ -237,8 +244,9 @@ def check_graph_fill(target: str) -> int:
 
 
 def ordered_cases(op: str) -> list[testing.Case]:
-    """A few of the op's cases with more than one warp."""
-    cases = [case for case in testing.cases(op) if case.tokens == max(testing.TOKENS)]
+    """A few of the op's cases with more than one warp; of rows fewer, whose warps are many."""
+    tokens = {False: max(testing.TOKENS), True: 33}
+    cases = [case for case in testing.cases(op) if case.tokens == tokens[case.variant.fmt is not None]]
     return cases[:: max(1, len(cases) // 6)][:6]
 
 
@@ -282,8 +290,8 @@ def check_mutation(target: str, name: str, op: str) -> int:
     raise AssertionError(f"{op} {name}, and none of {len(checks)} cases showed it")
 
 
-def _compare(what: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+def _compare(what: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
         differ = int((a.view(torch.uint8) != b.view(torch.uint8)).sum())
         if differ:
             raise Mismatch(f"{what}: result {i}: {differ} bytes differ")

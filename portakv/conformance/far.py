@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -112,7 +112,7 @@ def cases(op: str) -> list[testing.Case]:
     return out
 
 
-def _compare(what: str, names: list[str], expected: list[object], got: list[object]) -> None:
+def _compare(what: str, names: list[str], expected: Sequence[object], got: Sequence[object]) -> None:
     for name, want, have in zip(names, expected, got, strict=True):
         if isinstance(want, Tensor) and isinstance(have, Tensor):
             a, b = (x.contiguous().view(torch.uint8) for x in (want, have))

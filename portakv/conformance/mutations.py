@@ -20,8 +20,8 @@ from portakv.kernels._triton.launch import Source
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A mistake, and how it gets into the kernels: by a constexpr's value, or by op, in its module's text, by what stands
-    instead of the first match of a pattern. `far` says that only far rows show it."""
+    """A mistake, and how it gets into the kernels: by a constexpr's value, or by op, in its module's text, by what
+    stands instead of the first match of a pattern. `far` says that only far rows show it."""
 
     name: str
     constant: str = ""

@@ -73,9 +73,9 @@ def parse(text: str) -> Program:
             match instruction.name.split(".")[0], instruction.operands:
                 case "bra", (Label(name),) if name in listing.labels:
                     target = listing.labels[name]
-                case ("ret" | "exit"), ():
+                case (("ret" | "exit"), ()):
                     pass
-                case ("bar" | "barrier"), (Immediate(0),):
+                case (("bar" | "barrier"), (Immediate(0),)):
                     leaders.add(at)
                 case _:
                     raise UnknownInstruction(instruction.text)
@@ -132,10 +132,14 @@ class _Threads:
         self.count, self.group_size = groups * num_threads, num_threads
         self.memory = memory
         self.shared = Memory.of_groups(groups, max(shared_bytes, program.shared_bytes))
-        self.parameters = [int(a).to_bytes(n, "little", signed=a < 0) for a, n in zip(args, program.parameters, strict=True)]
+        self.parameters = [
+            int(a).to_bytes(n, "little", signed=a < 0) for a, n in zip(args, program.parameters, strict=True)
+        ]
         # Nothing is promised about a register that was not written: a pattern that no kernel counts on.
         self.registers = [
-            np.full(self.count, bits == 1 or 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), bool if bits == 1 else f"u{bits // 8}")
+            np.full(
+                self.count, bits == 1 or 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), bool if bits == 1 else f"u{bits // 8}"
+            )
             for bits in program.registers
         ]
         thread, group = (x.astype(np.uint32) for x in np.divmod(np.arange(self.count), num_threads)[::-1])
@@ -223,8 +227,8 @@ def _guarded(instruction: Instruction, threads: _Threads, mask: Array) -> Array:
     """The threads of `mask` whose guard predicate lets them execute (section "Predicated Execution")."""
     if instruction.guard is None:
         return mask
-    guard = threads.registers[instruction.guard.index]
-    return mask & (~guard if instruction.negated else guard)
+    guard: Array = threads.registers[instruction.guard.index]
+    return np.logical_and(mask, ~guard if instruction.negated else guard)
 
 
 def _bind(instruction: Instruction) -> Step:
@@ -493,8 +497,12 @@ def _reduce(how: str, kind: str, to: Operand, source: Operand, named: Operand) -
         raise UnknownInstruction(f".{how}.{kind}")
     write, read, read_named = _writer(to, kind), _reader(source, kind), _reader(named, "u32")
     functions: dict[str, np.ufunc] = {
-        **{"add": np.add, "min": np.minimum, "max": np.maximum},
-        **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
     }
     limits = np.iinfo(DTYPES[kind])
     neutral = {"min": limits.max, "max": limits.min, "and": limits.max}.get(how, 0)

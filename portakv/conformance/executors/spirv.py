@@ -154,7 +154,9 @@ def parse(module: bytes) -> Program:
     validate(module)
     _, instructions = read_spirv(module)
     (name, function), *_ = (
-        (struct.pack(f"<{len(i) - 3}I", *i[3:]).split(b"\0")[0].decode(), i[2]) for i in instructions if is_op(i, Op.ENTRY_POINT)
+        (struct.pack(f"<{len(i) - 3}I", *i[3:]).split(b"\0")[0].decode(), i[2])
+        for i in instructions
+        if is_op(i, Op.ENTRY_POINT)
     )
     classes = {i[1]: i[2] for i in instructions if is_op(i, Op.TYPE_POINTER)}
     begin = next(at for at, i in enumerate(instructions) if is_op(i, Op.FUNCTION, function))
