@@ -106,10 +106,10 @@ class Memory:
             raise OutsideAllocation(
                 f"{size} bytes at {addresses[outside][0]:#x}: {self._nearest(addresses[outside][0])}"
             )
-        if not len(addresses):
-            return align, np.zeros((0, 1), np.int64)
         # Blocks that do not lie at their real addresses may be aligned less well than those are.
         unit = min(align, size, 8)
+        if not len(addresses):
+            return unit, np.zeros((0, size // unit), np.int64)
         start = addresses + self._shift[block]
         while unit > 1 and (start % np.uint64(unit)).any():
             unit //= 2

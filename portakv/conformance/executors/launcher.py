@@ -1,0 +1,67 @@
+"""A device's own launch functions on its compiled kernels, executed without the device on CPU tensors.
+
+    kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
+    testing.check("store_kv", kernel, case, torch.device("cpu"))
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from portakv.compile import Target
+from portakv.conformance.executors.memory import Memory
+from portakv.formats import Variant
+from portakv.kernels import _triton
+from portakv.kernels._triton.launch import Kernel, Launcher, Source, compile_source
+
+Tensor = torch.Tensor
+
+EXECUTORS = {"cuda": ("ptx", "ptx"), "hip": ("gcn", "amdgcn"), "xpu": ("spirv", "spv")}
+"""Triton's backends: the module beside this one that executes their code, and the name of the code in `asm`."""
+
+
+class ExecutedKernel:
+    """Stands where `launch.Kernel` does: called with a grid, CPU tensors and the int scalars."""
+
+    def __init__(self, source: Source, target: GPUTarget, schedule: random.Random | None) -> None:
+        self.rows, self.chunks = source.rows, source.chunks
+        module, code = EXECUTORS[target.backend]
+        self._executor = importlib.import_module(f"portakv.conformance.executors.{module}")
+        compiled = compile_source(source, target)
+        self._program = self._executor.parse(compiled.asm[code])
+        self._threads = compiled.metadata.num_warps * target.warp_size
+        self._shared = compiled.metadata.shared
+        self._schedule = schedule
+
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        args = [*(t.data_ptr() for t in tensors), *scalars]
+        # Triton adds pointers to scratch memory, which these kernels have none of.
+        args += [0] * (len(self._program.parameters) - len(args))
+        memory = Memory.of_tensors(tensors)
+        self._executor.run(self._program, args, grid, self._threads, self._shared, memory, self._schedule)
+
+
+class ExecutingLauncher(Launcher):
+    """The sources and tiles of the device folder that `target` is for."""
+
+    def __init__(self, target: Target, schedule: random.Random | None = None) -> None:
+        self.target = target.triton()
+        self.folder: ModuleType = importlib.import_module(f"portakv.kernels.{self.target.backend}")
+        super().__init__(self.target.backend, _triton.SOURCES, self.folder.TILES)
+        self._schedule = schedule
+
+    def _build(self, variant: Variant, device: torch.device) -> Any:
+        return ExecutedKernel(self.source(variant, self.target.warp_size), self.target, self._schedule)
+
+
+def bind(op: str, launcher: ExecutingLauncher) -> Callable[..., None]:
+    """The op as the launcher's device folder has it, on this launcher."""
+    return functools.partial(getattr(launcher.folder, op).func, launcher)
