@@ -32,7 +32,13 @@ ARGUMENTS = 0x7E57 << 48
 
 _UNITS = {
     **{f"dwordx{n}": (4 * n, "u", "") for n in (2, 3, 4, 8, 16)},
-    **{"dword": (4, "u", ""), "ubyte": (1, "u", ""), "sbyte": (1, "i", ""), "ushort": (2, "u", ""), "sshort": (2, "i", "")},
+    **{
+        "dword": (4, "u", ""),
+        "ubyte": (1, "u", ""),
+        "sbyte": (1, "i", ""),
+        "ushort": (2, "u", ""),
+        "sshort": (2, "i", ""),
+    },
     **{"byte": (1, "u", ""), "short": (2, "u", ""), "byte_d16_hi": (1, "u", "h"), "short_d16_hi": (2, "u", "h")},
     **{"short_d16": (2, "u", "l"), "ubyte_d16": (1, "u", "l"), "ubyte_d16_hi": (1, "u", "h")},
     **{f"b{n}": (n // 8, "u", "") for n in (8, 16, 32, 64, 96, 128, 256, 512)},
@@ -268,5 +274,3 @@ def _atomic_add(i: Instruction, size: int) -> Step:
             m.memory.atomic_add(at, _flat(m, value(m)), mask)
 
     return step
-
-

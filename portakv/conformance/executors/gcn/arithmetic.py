@@ -97,7 +97,9 @@ def bit_field(x: Array, at: Array, count: Array) -> Array:
     if x.dtype.kind == "u":
         return (shifted & ((np.uint64(1) << count.astype(np.uint64)) - np.uint64(1))).astype(x.dtype)
     unused = np.int64(64) - count
-    field = np.where(count == 0, np.int64(0), shifted << np.where(count == 0, 0, unused) >> np.where(count == 0, 0, unused))
+    field = np.where(
+        count == 0, np.int64(0), shifted << np.where(count == 0, 0, unused) >> np.where(count == 0, 0, unused)
+    )
     return field.astype(x.dtype)
 
 
@@ -137,7 +139,9 @@ def permute_bytes(high: Array, low: Array, selector: Array) -> Array:
         byte = both >> wide(np.minimum(which, np.uint32(7)) << np.uint32(3)) & np.uint64(255)
         # 8 to 11 repeat the sign of bytes 1, 3, 5 and 7; 12 is 0, and from 13 on all bits are set.
         sign = both >> wide((which & np.uint32(3)) * np.uint32(16) + np.uint32(15)) & np.uint64(1)
-        byte = np.select([which < 8, which < 12, which == 12], [byte, sign * np.uint64(255), np.uint64(0)], np.uint64(255))
+        byte = np.select(
+            [which < 8, which < 12, which == 12], [byte, sign * np.uint64(255), np.uint64(0)], np.uint64(255)
+        )
         out |= byte.astype(np.uint32) << np.uint32(i)
     return out
 
@@ -208,7 +212,9 @@ def to_half(x: Array) -> Array:
 
 def from_half(x: Array) -> Array:
     bits = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32)
-    nan = (bits & np.uint32(0x8000)) << np.uint32(16) | np.uint32(0x7FC00000) | (bits & np.uint32(0x3FF)) << np.uint32(13)
+    nan = (
+        (bits & np.uint32(0x8000)) << np.uint32(16) | np.uint32(0x7FC00000) | (bits & np.uint32(0x3FF)) << np.uint32(13)
+    )
     return np.where(np.isnan(x), nan, x.astype(np.float32).view(np.uint32)).view(np.float32)
 
 
@@ -430,7 +436,9 @@ SCALAR |= {
     for kind, names in (("i32", "eq lg gt ge lt le"), ("u32", "eq lg gt ge lt le"), ("u64", "eq lg"))
     for name in names.split()
 }
-SCALAR |= {f"s_lshl{i}_add_u32": op("u32 scc <- u32 u32", lambda a, b, i=i: add_carry_shifted(a, b, i)) for i in range(1, 5)}
+SCALAR |= {
+    f"s_lshl{i}_add_u32": op("u32 scc <- u32 u32", lambda a, b, i=i: add_carry_shifted(a, b, i)) for i in range(1, 5)
+}
 SCALAR |= {
     "s_movk_i32": op("i32 <- i16", lambda x: x.astype(np.int32)),
     "s_mul_i32": op("u32 <- u32 u32", operator.mul),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from portakv.conformance.executors.errors import UnknownInstruction
 
@@ -58,7 +58,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Listing:
     """A kernel. `arch` as "gfx942"; `entry` is where a wave with preloaded arguments begins, 0 without any."""
 
     arch: str
@@ -69,7 +69,6 @@ class Program:
     directives: Mapping[str, str]
     arguments: tuple[tuple[int, int, str], ...]
     """Offset, size and kind of each kernel argument."""
-    cache: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     def setting(self, name: str, default: int = 0) -> int:
         """The number after `.amdhsa_NAME`."""
@@ -81,7 +80,7 @@ class Program:
         return 9 if self.arch.startswith("gfx9") else int(self.arch[3:5])
 
 
-def parse(text: str) -> Program:
+def read(text: str) -> Listing:
     """The one kernel of an assembly file. Raises `UnknownInstruction` for what it cannot read."""
     arch = _search(r'\.amdgcn_target\s+"[^"]*?(gfx\w+)', text, "no .amdgcn_target")
     kernel = _search(r"^\s*\.amdhsa_kernel\s+(\S+)", text, "no .amdhsa_kernel")
@@ -107,7 +106,7 @@ def parse(text: str) -> Program:
         entry = next((at for at in aligned if 0 < at <= 32), -1)
         if entry < 0:
             raise UnknownInstruction("kernarg preload: no second entry at 256 bytes")
-    return Program(arch, lanes, tuple(code), labels, entry, directives, _read_arguments(text))
+    return Listing(arch, lanes, tuple(code), labels, entry, directives, _read_arguments(text))
 
 
 def _search(pattern: str, text: str, complaint: str) -> str:

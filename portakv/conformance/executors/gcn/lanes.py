@@ -175,7 +175,11 @@ def _write_lane(i: Instruction) -> Step:
 
     def step(m: Waves) -> None:
         chosen = np.arange(m.lanes) == (which(m) % np.uint32(m.lanes))[:, None]
-        m.put(target.index, np.broadcast_to(read(m)[:, None], (m.size, m.lanes)), np.broadcast_to(chosen, (m.size, m.lanes)))
+        m.put(
+            target.index,
+            np.broadcast_to(read(m)[:, None], (m.size, m.lanes)),
+            np.broadcast_to(chosen, (m.size, m.lanes)),
+        )
 
     return step
 
@@ -309,4 +313,3 @@ MODIFIERS = {
     "ds_permute_b32": {"offset"},
     "ds_bpermute_b32": {"offset"},
 }
-

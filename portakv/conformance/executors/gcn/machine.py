@@ -16,7 +16,7 @@ import numpy as np
 from portakv.conformance.executors.errors import ExecutionError, MissingLanes, UnknownInstruction
 from portakv.conformance.executors.gcn.accesses import ARGUMENTS, access
 from portakv.conformance.executors.gcn.arithmetic import PACKED, SATURATED, SCALAR, VECTOR, Op
-from portakv.conformance.executors.gcn.assembly import EXEC, TTMP, VCC, Instruction, Operand, Program
+from portakv.conformance.executors.gcn.assembly import EXEC, TTMP, VCC, Instruction, Listing, Operand, read
 from portakv.conformance.executors.gcn.lanes import DPP_MODIFIERS, LANES, MODIFIERS, Dpp, merge_sdwa, select_sdwa
 from portakv.conformance.executors.gcn.waves import (
     Array,
@@ -32,7 +32,9 @@ from portakv.conformance.executors.gcn.waves import (
 )
 from portakv.conformance.executors.memory import Memory
 
-IGNORED = frozenset("s_nop s_clause s_delay_alu s_sendmsg s_sleep s_setprio s_inst_prefetch s_set_inst_prefetch_distance".split())
+IGNORED = frozenset(
+    "s_nop s_clause s_delay_alu s_sendmsg s_sleep s_setprio s_inst_prefetch s_set_inst_prefetch_distance".split()
+)
 """Instructions for the hardware's timing; waits, which begin with s_wait, are ignored too."""
 
 BRANCHES: dict[str, Callable[[Waves], Array]] = {
@@ -47,11 +49,11 @@ BRANCHES: dict[str, Callable[[Waves], Array]] = {
 END, BARRIERS = "s_endpgm", ("s_barrier", "s_barrier_wait")
 
 
-def compile_step(i: Instruction, program: Program) -> Step | None:
+def compile_step(i: Instruction, listing: Listing) -> Step | None:
     """What the instruction does to the waves in focus; None if it is for timing only."""
     try:
         if i.second is not None:
-            return _compile_dual(i, i.second, program)
+            return _compile_dual(i, i.second, listing)
         if i.name in IGNORED or i.name.startswith("s_wait") or i.name == "s_barrier_signal":
             return None
         if i.name in LANES:
@@ -64,7 +66,7 @@ def compile_step(i: Instruction, program: Program) -> Step | None:
         if i.name in PACKED or i.name == "v_pk_mov_b32":
             return _compile_packed(i)
         if i.name in VECTOR:
-            compute, write = _compile_vector(i, program)
+            compute, write = _compile_vector(i, listing)
             return lambda m: write(m, compute(m))
         step = access(i)
     except (ValueError, IndexError) as e:
@@ -152,7 +154,9 @@ def _compile_saveexec(i: Instruction) -> Step:
 Values = tuple[Array, ...]
 
 
-def _compile_vector(i: Instruction, program: Program) -> tuple[Callable[[Waves], Values], Callable[[Waves, Values], None]]:
+def _compile_vector(
+    i: Instruction, listing: Listing
+) -> tuple[Callable[[Waves], Values], Callable[[Waves, Values], None]]:
     """What computes the results, and what writes them."""
     op = VECTOR[i.name]
     allowed: set[str] = {"clamp"} if i.name in SATURATED else set()
@@ -160,7 +164,7 @@ def _compile_vector(i: Instruction, program: Program) -> tuple[Callable[[Waves],
     dpp = None
     if i.encoding.endswith("dpp"):
         allowed |= DPP_MODIFIERS
-        dpp = Dpp(i.modifiers, program.lanes)
+        dpp = Dpp(i.modifiers, listing.lanes)
     if i.encoding == "sdwa":
         allowed |= {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
     if "bitop3" in i.modifiers:
@@ -171,9 +175,9 @@ def _compile_vector(i: Instruction, program: Program) -> tuple[Callable[[Waves],
     allowed |= {"op_sel"} if halves else set()
     _expect(i, allowed)
     operands = list(i.operands)
-    targets = [operands.pop(0) if kind != "exec" else Operand("s", EXEC, program.lanes // 32) for kind in op.results]
+    targets = [operands.pop(0) if kind != "exec" else Operand("s", EXEC, listing.lanes // 32) for kind in op.results]
     if i.name == "v_cndmask_b32" and i.encoding == "dual":
-        operands.append(Operand("s", VCC, program.lanes // 32))  # RDNA's dual form names it not
+        operands.append(Operand("s", VCC, listing.lanes // 32))  # RDNA's dual form names it not
     reads = []
     for n, kind in enumerate(op.sources):
         operand = targets[0] if kind[0] == "=" else operands.pop(0)
@@ -185,7 +189,7 @@ def _compile_vector(i: Instruction, program: Program) -> tuple[Callable[[Waves],
     if halves:
         targets[0] = _with_half(targets[0], halves[-1])
     # A VOP3 instruction with op_sel keeps the other half on CDNA too.
-    keep = program.generation > 9 or bool(halves) or i.name == "v_bitop3_b16"
+    keep = listing.generation > 9 or bool(halves) or i.name == "v_bitop3_b16"
     write_each = [_write_result(target, kind, keep, i, dpp) for target, kind in zip(targets, op.results, strict=True)]
     names = ["" if kind in ("mask", "exec") else view(kind) for kind in op.results]
     single = len(write_each) == 1
@@ -261,12 +265,12 @@ def _write_result(
     return lambda m, value: write(m, value, m.active)
 
 
-def _compile_dual(x: Instruction, y: Instruction, program: Program) -> Step:
+def _compile_dual(x: Instruction, y: Instruction, listing: Listing) -> Step:
     """VOPD of RDNA: both read before either writes."""
     if x.name not in VECTOR or y.name not in VECTOR:
         raise UnknownInstruction("dual form")
-    first, put_first = _compile_vector(x, program)
-    second, put_second = _compile_vector(Instruction(y.name, "dual", y.operands, y.modifiers, y.text), program)
+    first, put_first = _compile_vector(x, listing)
+    second, put_second = _compile_vector(Instruction(y.name, "dual", y.operands, y.modifiers, y.text), listing)
 
     def step(m: Waves) -> None:
         a, b = first(m), tuple(value.copy() for value in second(m))
@@ -320,53 +324,53 @@ def _read_half(operand: Operand, half: int, negate: int, kind: str) -> Reader:
     return read_vector(operand, kind)
 
 
-class Code:
-    """A program's steps and its basic blocks."""
+class Program:
+    """A kernel whose instructions are understood. `parameters` are its sizes in bytes, without hidden ones.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    `steps` has None for what only times or decides; `ends` says of each instruction where its block ends: at the
+    instruction that decides, or before the next that is jumped to.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.explicit = [(at, size) for at, size, kind in listing.arguments if not kind.startswith("hidden")]
+        self.parameters = tuple(size for _, size in self.explicit)
         flow = {*BRANCHES, END, *BARRIERS}
-        self.steps = [None if i.name in flow else compile_step(i, program) for i in program.code]
-        leaders = {*program.labels.values(), program.entry, len(program.code)}
-        self.ends = [0] * len(program.code)
-        """Of each instruction: where its block ends, at the instruction that decides or before the next leader."""
-        end = len(program.code)
-        for at in reversed(range(len(program.code))):
-            if program.code[at].name in flow:
+        self.steps = [None if i.name in flow else compile_step(i, listing) for i in listing.code]
+        leaders = {*listing.labels.values(), listing.entry, len(listing.code)}
+        self.ends = [0] * len(listing.code)
+        end = len(listing.code)
+        for at in reversed(range(len(listing.code))):
+            if listing.code[at].name in flow:
                 end = at
             elif at + 1 in leaders:
                 end = at + 1
             self.ends[at] = end
-        self.registers = 1 + max(
-            (x.index + x.count - 1 for i in program.code for j in (i, i.second) if j for x in j.operands if x.kind == "v"),
-            default=0,
-        )
+        operands = [x for i in listing.code for half in (i, i.second) if half for x in half.operands]
+        self.registers = 1 + max((x.index + x.count - 1 for x in operands if x.kind == "v"), default=0)
 
 
-def code_of(program: Program) -> Code:
-    if "code" not in program.cache:
-        program.cache["code"] = Code(program)
-    found = program.cache["code"]
-    assert isinstance(found, Code)
-    return found
+def parse(text: str) -> Program:
+    """The one kernel of an assembly file. Raises `UnknownInstruction` for the first that is not known."""
+    return Program(read(text))
 
 
 def pack_arguments(program: Program, args: Sequence[float] | bytes) -> Array:
-    """The kernel's arguments as bytes: given ones as the metadata lays them out, zeros for those that are hidden."""
-    size = max([at + size for at, size, _ in program.arguments] + [program.setting("kernarg_size"), 4])
+    """The argument segment: values where the metadata puts them, zeros for what is hidden; bytes as they are."""
+    listing = program.listing
+    size = max([at + size for at, size, _ in listing.arguments] + [listing.setting("kernarg_size"), 4])
     packed = np.zeros(-(-size // 4) * 4, np.uint8)
     if isinstance(args, bytes):
         packed[: len(args)] = np.frombuffer(args, np.uint8)
         return packed
-    explicit = [item for item in program.arguments if not item[2].startswith("hidden")]
-    # Triton's own last pointers (scratch) may be left out.
-    if not len(explicit) - 2 <= len(args) <= len(explicit):
-        raise ValueError(f"args: expected {len(explicit)} values, got {len(args)}")
-    for value, (at, width, _) in zip(args, explicit, strict=False):
+    if len(args) != len(program.explicit):
+        raise ValueError(f"args: expected {len(program.explicit)} values, got {len(args)}")
+    for value, (at, width) in zip(args, program.explicit, strict=True):
         if isinstance(value, float):
-            packed[at : at + width] = np.array([value], f"<f{width}").view(np.uint8)
+            raw = np.array([value], f"<f{width}").tobytes()
         else:
-            packed[at : at + width] = np.frombuffer(int(value % 2 ** (8 * width)).to_bytes(width, "little"), np.uint8)
+            raw = int(value % 2 ** (8 * width)).to_bytes(width, "little")
+        packed[at : at + width] = np.frombuffer(raw, np.uint8)
     return packed
 
 
@@ -374,28 +378,29 @@ def _begin(
     program: Program, args: Array, grid: tuple[int, int, int], num_threads: int, local_bytes: int, memory: Memory
 ) -> Waves:
     """Waves at the kernel's first instruction."""
-    lanes = program.lanes
+    listing = program.listing
+    lanes = listing.lanes
     per_group = -(-num_threads // lanes)
     x, y, z = grid
     groups = x * y * z
     arguments = Memory([(ARGUMENTS, args)])
     local = Memory.of_groups(groups, local_bytes)
-    m = Waves(program, groups * per_group, code_of(program).registers, memory, local, arguments)
+    m = Waves(listing, groups * per_group, program.registers, memory, local, arguments)
     m.group = np.repeat(np.arange(groups, dtype=np.uint64), per_group)
     wave = np.tile(np.arange(per_group, dtype=np.uint32), groups)
     thread = wave[:, None] * np.uint32(lanes) + np.arange(lanes, dtype=np.uint32)
     m.v[0] = thread  # the x of a work-item; where y and z are packed above it, they are 0
     m.set_mask(EXEC, m.bits_of(thread < num_threads))
-    at = _begin_scalars(m, program)
+    at = _begin_scalars(m, listing)
     index = m.group.astype(np.uint32)
     ids = (index % np.uint32(x), index // np.uint32(x) % np.uint32(y), index // np.uint32(x * y))
-    if program.generation >= 12:
+    if listing.generation >= 12:
         m.s[:, TTMP + 9] = ids[0]
         m.s[:, TTMP + 7] = ids[1] | ids[2] << np.uint32(16)
         m.s[:, TTMP + 8] = wave << np.uint32(25)
         return m
     for axis, number in zip("xyz", ids, strict=True):
-        if program.setting(f"system_sgpr_workgroup_id_{axis}"):
+        if listing.setting(f"system_sgpr_workgroup_id_{axis}"):
             m.s[:, at] = number
             at += 1
     return m
@@ -405,24 +410,24 @@ USER = ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("k
 """What user registers begin with, in this order where it is enabled, and how many registers it takes."""
 
 
-def _begin_scalars(m: Waves, program: Program) -> int:
+def _begin_scalars(m: Waves, listing: Listing) -> int:
     """User registers; the number of them."""
     at = 0
     for name, count in USER:
-        if not program.setting(f"user_sgpr_{name}"):
+        if not listing.setting(f"user_sgpr_{name}"):
             continue
         if name == "kernarg_segment_ptr":
             m.wide[:, at >> 1] = ARGUMENTS
         at += count  # a kernel that uses another of them meets an address outside all tensors
-    return program.setting("user_sgpr_count", at)
+    return listing.setting("user_sgpr_count", at)
 
 
 def _check_preload(m: Waves, at: Any) -> None:
     """That the plain prologue loaded what firmware with preloading puts there: so both ways in are executed."""
-    program = m.program
-    count = program.setting("user_sgpr_kernarg_preload_length")
-    first = program.setting("user_sgpr_count") - count
-    offset = 4 * program.setting("user_sgpr_kernarg_preload_offset")
+    listing = m.listing
+    count = listing.setting("user_sgpr_kernarg_preload_length")
+    first = listing.setting("user_sgpr_count") - count
+    offset = 4 * listing.setting("user_sgpr_kernarg_preload_offset")
     where = np.full(1, ARGUMENTS + offset, np.uint64)
     preloaded = m.arguments.load(where, 4 * count, align=4).view("<u4")
     if (m.s[at, first : first + count] != preloaded).any():
@@ -443,12 +448,12 @@ def run(
     Args are addresses and numbers in the order of the kernel's metadata, or its argument segment. All waves at the
     lowest program counter go on together; with a `schedule`, a random part of those at a random one.
     """
-    code = code_of(program)
-    local = max(shared_bytes, program.setting("group_segment_fixed_size"))
+    listing = program.listing
+    local = max(shared_bytes, listing.setting("group_segment_fixed_size"))
     m = _begin(program, pack_arguments(program, args), grid, num_threads, local, memory)
     pc = np.zeros(m.count, np.int64)
     waiting = np.zeros(m.count, bool)
-    ended = len(code.steps)
+    ended = len(program.steps)
     with np.errstate(all="ignore"):
         while True:
             ready = pc[~waiting]
@@ -461,9 +466,9 @@ def run(
             first = int(ready.min()) if schedule is None else int(schedule.choice(ready.tolist()))
             at = _choose((pc == first) & ~waiting, schedule)
             m.focus(at)
-            if first == program.entry and first:
+            if first == listing.entry and first:
                 _check_preload(m, at)
-            _run_block(code, m, pc, waiting, first, at)
+            _run_block(program, m, pc, waiting, first, at)
 
 
 def _choose(there: Array, schedule: random.Random | None) -> Any:
@@ -474,24 +479,24 @@ def _choose(there: Array, schedule: random.Random | None) -> Any:
     return slice(None) if there.all() else np.flatnonzero(there)
 
 
-def _run_block(code: Code, m: Waves, pc: Array, waiting: Array, first: int, at: Any) -> None:
-    end = code.ends[first]
+def _run_block(program: Program, m: Waves, pc: Array, waiting: Array, first: int, at: Any) -> None:
+    end = program.ends[first]
     for n in range(first, end):
-        step = code.steps[n]
+        step = program.steps[n]
         if step is None:
             continue
         try:
             step(m)
         except ExecutionError as e:
-            e.add_note(f"instruction {n}: {code.program.code[n].text}")
+            e.add_note(f"instruction {n}: {program.listing.code[n].text}")
             raise
-    if end == len(code.steps):
+    if end == len(program.steps):
         raise ExecutionError("a wave passed the kernel's last instruction")
-    i = code.program.code[end]
+    i = program.listing.code[end]
     if i.name in BRANCHES:
-        pc[at] = np.where(BRANCHES[i.name](m), code.program.labels[i.operands[0].label], end + 1)
+        pc[at] = np.where(BRANCHES[i.name](m), program.listing.labels[i.operands[0].label], end + 1)
     elif i.name == END:
-        pc[at] = len(code.steps)
+        pc[at] = len(program.steps)
     elif i.name in BARRIERS:
         waiting[at] = True
         pc[at] = end + 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from portakv.conformance.executors.errors import UnknownInstruction
-from portakv.conformance.executors.gcn.assembly import EXEC, Operand, Program, constant_bits
+from portakv.conformance.executors.gcn.assembly import EXEC, Listing, Operand, constant_bits
 from portakv.conformance.executors.memory import Memory
 
 Array = np.ndarray[Any, Any]
@@ -35,8 +35,8 @@ class Waves:
     `v` has 256 registers at most, `s` those of `assembly`: s0 …, vcc, ttmp0 …, m0, exec.
     """
 
-    def __init__(self, program: Program, count: int, vectors: int, memory: Memory, local: Memory, arguments: Memory):
-        self.program, self.count, self.lanes = program, count, program.lanes
+    def __init__(self, listing: Listing, count: int, vectors: int, memory: Memory, local: Memory, arguments: Memory):
+        self.listing, self.count, self.lanes = listing, count, listing.lanes
         self.memory, self.local, self.arguments = memory, local, arguments
         self.v = np.full((vectors, count, self.lanes), UNDEFINED, np.uint32)
         self.s = np.full((count, 128), UNDEFINED, np.uint32)
