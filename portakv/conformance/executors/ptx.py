@@ -176,7 +176,8 @@ class _Threads:
             lowest = int(by_warp[first]) if len(ready) else self._end
             warps = np.fromiter((schedule.random() < 0.5 for _ in by_warp), bool, len(by_warp))
             warps[first : first + 1] = True
-            chosen = (at == lowest) & np.repeat(warps, LANES)
+            # A warp with lanes that are further behind runs those first.
+            chosen = (at == lowest) & np.repeat(warps & (by_warp == lowest), LANES)
         if lowest < self._end:
             return lowest, chosen
         if self.waits.any():
@@ -184,9 +185,9 @@ class _Threads:
         return None
 
     def wait(self, at: int, mask: Array) -> None:
-        """bar.sync: a thread goes on once all threads of its group that have not exited are there."""
+        """bar.sync: a thread goes on once all threads of its group are there."""
         self.waits |= mask
-        there = (self.waits | self.exited).reshape(-1, self.group_size).all(1)
+        there = self.waits.reshape(-1, self.group_size).all(1)
         released = np.repeat(there, self.group_size) & self.waits
         if (self.at[released] != at).any():
             raise MissingLanes("threads of a group wait at different barriers")
@@ -286,7 +287,8 @@ def _reader(operand: Operand, kind: str, wider: bool = False) -> Callable[[_Thre
             constant = np.array([bool(value)])
             return lambda _: constant
         case Immediate(value):
-            if not -(1 << bits - 1) <= value < 1 << bits:
+            # Constants have 64 bits (section "Integer Constants"): above the type's may be copies of its sign.
+            if not -(1 << bits - 1) <= (value - (1 << 64) if value >> 63 == 1 else value) < 1 << bits:
                 raise UnknownInstruction(f"constant {value} of type .{kind}")
             constant = np.array([value & ((1 << bits) - 1)], f"u{bits // 8}").view(dtype)
             return lambda _: constant

@@ -93,7 +93,7 @@ def write_spirv(header: Instruction, instructions: Iterable[Instruction]) -> byt
 
 def is_op(words: Instruction, op: int, operand: int | None = None) -> bool:
     """Whether it is the instruction `op`, with this second operand if one is asked for."""
-    return words[0] & 0xFFFF == op and operand in (None, words[2])
+    return words[0] & 0xFFFF == op and (operand is None or words[2] == operand)
 
 
 def for_cpu(module: bytes) -> bytes:
