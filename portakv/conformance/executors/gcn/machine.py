@@ -357,6 +357,9 @@ class Program:
         self.parameters = tuple(size for _, size in self.explicit)
         flow = {*BRANCHES, END, *BARRIERS}
         self.steps = [None if i.name in flow else compile_step(i, listing) for i in listing.code]
+        for i in listing.code:
+            if i.name in BRANCHES and (not i.operands or i.operands[0].label not in listing.labels):
+                raise UnknownInstruction(f"{i.text}: no such label")
         leaders = {*listing.labels.values(), listing.entry, len(listing.code)}
         self.ends = [0] * len(listing.code)
         end = len(listing.code)
