@@ -30,22 +30,15 @@ CACHE_POLICY = {"glc", "slc", "dlc", "nt", "sc0", "sc1", "scope", "th"}
 ARGUMENTS = 0x7E57 << 48
 """Where the kernel's arguments lie: at no address of a tensor."""
 
-_UNITS = {
-    **{f"dwordx{n}": (4 * n, "u", "") for n in (2, 3, 4, 8, 16)},
-    **{
-        "dword": (4, "u", ""),
-        "ubyte": (1, "u", ""),
-        "sbyte": (1, "i", ""),
-        "ushort": (2, "u", ""),
-        "sshort": (2, "i", ""),
-    },
-    **{"byte": (1, "u", ""), "short": (2, "u", ""), "byte_d16_hi": (1, "u", "h"), "short_d16_hi": (2, "u", "h")},
-    **{"short_d16": (2, "u", "l"), "ubyte_d16": (1, "u", "l"), "ubyte_d16_hi": (1, "u", "h")},
-    **{f"b{n}": (n // 8, "u", "") for n in (8, 16, 32, 64, 96, 128, 256, 512)},
-    **{"u8": (1, "u", ""), "i8": (1, "i", ""), "u16": (2, "u", ""), "i16": (2, "i", "")},
-    **{f"d16_{name}": (n, "u", "l") for name, n in (("b16", 2), ("u8", 1))},
-    **{f"d16_hi_{name}": (n, "u", "h") for name, n in (("b16", 2), ("u8", 1), ("b8", 1))},
-}
+_UNITS = {f"dwordx{n}": (4 * n, "u", "") for n in (2, 3, 4, 8, 16)}
+_UNITS |= {"dword": (4, "u", ""), "byte": (1, "u", ""), "ubyte": (1, "u", ""), "sbyte": (1, "i", "")}
+_UNITS |= {"short": (2, "u", ""), "ushort": (2, "u", ""), "sshort": (2, "i", "")}
+_UNITS |= {"short_d16": (2, "u", "l"), "ubyte_d16": (1, "u", "l")}
+_UNITS |= {"short_d16_hi": (2, "u", "h"), "byte_d16_hi": (1, "u", "h"), "ubyte_d16_hi": (1, "u", "h")}
+_UNITS |= {f"b{n}": (n // 8, "u", "") for n in (8, 16, 32, 64, 96, 128, 256, 512)}
+_UNITS |= {f"{kind}{8 * n}": (n, kind, "") for kind in "ui" for n in (1, 2)}
+_UNITS |= {"d16_b16": (2, "u", "l"), "d16_u8": (1, "u", "l")}
+_UNITS |= {"d16_hi_b16": (2, "u", "h"), "d16_hi_u8": (1, "u", "h"), "d16_hi_b8": (1, "u", "h")}
 """What follows `load_` or `store_`: bytes, kind, and the half of the register that alone is meant."""
 
 

@@ -33,20 +33,24 @@ def op(signature: str, compute: Callable[..., Any]) -> Op:
 
 def wide(x: Array) -> Array:
     """To 64 bits, signed if it is."""
-    return x.astype(np.int64 if x.dtype.kind == "i" else np.uint64)
+    result: Array = x.astype(np.int64 if x.dtype.kind == "i" else np.uint64)
+    return result
 
 
 def shift_left(x: Array, by: Array) -> Array:
-    return x << _amount(x, by)
+    result: Array = x << _amount(x, by)
+    return result
 
 
 def shift_right(x: Array, by: Array) -> Array:
-    return x >> _amount(x, by)
+    result: Array = x >> _amount(x, by)
+    return result
 
 
 def _amount(x: Array, by: Array) -> Array:
     """The low bits of a shift, in the type of what is shifted."""
-    return (by & by.dtype.type(8 * x.itemsize - 1)).astype(x.dtype)
+    amount: Array = (by & by.dtype.type(8 * x.itemsize - 1)).astype(x.dtype)
+    return amount
 
 
 def multiply_high(a: Array, b: Array) -> Array:
@@ -83,7 +87,8 @@ def subtract_overflow(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def add_saturated(a: Array, b: Array) -> Array:
-    return np.minimum(wide(a) + wide(b), np.iinfo(a.dtype).max).astype(a.dtype)
+    total: Array = np.minimum(wide(a) + wide(b), np.iinfo(a.dtype).max)
+    return np.asarray(total, a.dtype)
 
 
 def subtract_saturated(a: Array, b: Array) -> Array:
@@ -95,7 +100,7 @@ def bit_field(x: Array, at: Array, count: Array) -> Array:
     at, count = (wide(y & np.uint32(31)).astype(np.int64) for y in (at, count))
     shifted = wide(x) >> at.astype(wide(x).dtype)
     if x.dtype.kind == "u":
-        return (shifted & ((np.uint64(1) << count.astype(np.uint64)) - np.uint64(1))).astype(x.dtype)
+        return np.asarray(shifted & ((np.uint64(1) << count.astype(np.uint64)) - np.uint64(1)), x.dtype)
     unused = np.int64(64) - count
     field = np.where(
         count == 0, np.int64(0), shifted << np.where(count == 0, 0, unused) >> np.where(count == 0, 0, unused)
@@ -173,14 +178,16 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
     The product is exact in float64; the sum is rounded to odd there, which makes the second rounding right.
     """
-    x, y = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = np.asarray(x + y)
+    x: Array = a.astype(np.float64) * b.astype(np.float64)
+    y: Array = c.astype(np.float64)
+    total: Array = x + y
     part = total - x
-    error = (x - (total - part)) + (y - part)
-    bits = total.view(np.int64)
-    inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
+    error: Array = (x - (total - part)) + (y - part)
+    bits: Array = total.view(np.int64)
+    inexact: Array = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
     away = (error > 0) == (total > 0)
-    return (bits + np.where(inexact, np.where(away, 1, -1), 0)).view(np.float64).astype(np.float32)
+    odd: Array = bits + np.where(inexact, np.where(away, 1, -1), 0)
+    return np.asarray(odd.view(np.float64), np.float32)
 
 
 def multiply_then_add(a: Array, b: Array, c: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portakv.conformance.executors.errors import UnknownInstruction
 
@@ -72,7 +72,7 @@ class Listing:
 
     def setting(self, name: str, default: int = 0) -> int:
         """The number after `.amdhsa_NAME`."""
-        return int(self.directives.get(name, default), 0) if name in self.directives else default
+        return int(self.directives[name], 0) if name in self.directives else default
 
     @property
     def generation(self) -> int:
@@ -80,7 +80,7 @@ class Listing:
         return 9 if self.arch.startswith("gfx9") else int(self.arch[3:5])
 
 
-def read(text: str) -> Listing:
+def read_listing(text: str) -> Listing:
     """The one kernel of an assembly file. Raises `UnknownInstruction` for what it cannot read."""
     arch = _search(r'\.amdgcn_target\s+"[^"]*?(gfx\w+)', text, "no .amdgcn_target")
     kernel = _search(r"^\s*\.amdhsa_kernel\s+(\S+)", text, "no .amdhsa_kernel")
@@ -95,7 +95,7 @@ def read(text: str) -> Listing:
             continue
         if line.endswith(":") and " " not in line:
             labels[line[:-1]] = len(code)
-        elif line.startswith(".p2align\t8") or line.startswith(".p2align 8"):
+        elif line.split() == [".p2align", "8"]:
             aligned.append(len(code))
         elif not line.startswith("."):
             code.append(parse_instruction(line))
@@ -140,7 +140,7 @@ def parse_instruction(line: str) -> Instruction:
     operands, modifiers = [], {}
     for word in _split(rest):
         key, _, value = word.partition(":")
-        if word in FLAGS or re.fullmatch(r"[a-z]\w*", key) and value and "[" not in key:
+        if word in FLAGS or (value and re.fullmatch(r"[a-z]\w*", key)):
             modifiers[key] = value
         else:
             operands.append(parse_operand(word, line))
@@ -148,7 +148,24 @@ def parse_instruction(line: str) -> Instruction:
 
 
 FLAGS = frozenset(
-    "clamp offen idxen lds glc slc dlc nt sc0 sc1 nv wave_shl wave_shr row_mirror row_half_mirror gds".split()
+    (
+        "clamp",
+        "offen",
+        "idxen",
+        "lds",
+        "glc",
+        "slc",
+        "dlc",
+        "nt",
+        "sc0",
+        "sc1",
+        "nv",
+        "wave_shl",
+        "wave_shr",
+        "row_mirror",
+        "row_half_mirror",
+        "gds",
+    )
 )
 """Modifiers that are one word."""
 
@@ -159,31 +176,38 @@ def _split(text: str) -> list[str]:
 
 
 def parse_operand(word: str, line: str = "") -> Operand:
-    flags = {}
     core = word
+    extend = negate = absolute = False
     if found := re.fullmatch(r"sext\((.*)\)", core):
-        core, flags["extend"] = found[1], True
+        core, extend = found[1], True
     if core.startswith("-") and not re.match(r"-[\d.]", core):
-        core, flags["negate"] = core[1:], True
+        core, negate = core[1:], True
     if core.startswith("|") and core.endswith("|"):
-        core, flags["absolute"] = core[1:-1], True
+        core, absolute = core[1:-1], True
+    plain = _parse_plain(core)
+    if plain is None:
+        raise UnknownInstruction(f"operand {word!r} of {line!r}")
+    return replace(plain, negate=negate, absolute=absolute, extend=extend)
+
+
+def _parse_plain(core: str) -> Operand | None:
+    """Without modifiers."""
     if core in _NAMED:
-        kind, index, count = _NAMED[core]
-        return Operand(kind, index, count, **flags)
+        return Operand(*_NAMED[core])
     if found := re.fullmatch(r"(v|s|ttmp)(\d+)(?:\.([lh]))?", core):
         base = TTMP if found[1] == "ttmp" else 0
-        return Operand(found[1][0].replace("t", "s"), base + int(found[2]), 1, half=found[3] or "", **flags)
+        return Operand(found[1][0].replace("t", "s"), base + int(found[2]), 1, half=found[3] or "")
     if found := re.fullmatch(r"(v|s|ttmp)\[(\d+):(\d+)\]", core):
         base = TTMP if found[1] == "ttmp" else 0
         low, high = int(found[2]), int(found[3])
-        return Operand(found[1][0].replace("t", "s"), base + low, high - low + 1, **flags)
+        return Operand(found[1][0].replace("t", "s"), base + low, high - low + 1)
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", core):
-        return Operand("int", value=int(core, 0), **flags)
+        return Operand("int", value=int(core, 0))
     if re.fullmatch(r"-?\d+\.\d*(e[-+]?\d+)?", core):
-        return Operand("float", value=float(core), **flags)
+        return Operand("float", value=float(core))
     if core.startswith(".L"):
         return Operand("label", label=core)
-    raise UnknownInstruction(f"operand {word!r} of {line!r}")
+    return None
 
 
 def constant_bits(operand: Operand, kind: str) -> int:

@@ -6,7 +6,7 @@ Descriptions: DPP and SDWA in the chapters "Data Parallel Processing" and "Sub-D
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from portakv.conformance.executors.gcn.waves import (
     write_vector,
 )
 
+Maker = Callable[[Instruction], Step]
+"""Makes the step of an instruction."""
+
 ROW, BANK = 16, 4
 """Lanes of a row, and of a bank in it."""
 
@@ -35,7 +38,7 @@ def dpp_sources(control: str, value: str, lanes: int) -> Array:
     number = int(value, 0) if value and value[0] != "[" else 0
     if control == "quad_perm":
         within = np.array([int(x) for x in value.strip("[]").split(",")])
-        return lane - lane % 4 + within[lane % 4]
+        return np.asarray(lane - lane % 4 + within[lane % 4])
     if control in ("row_shl", "row_shr"):
         source = at + (number if control == "row_shl" else -number)
         return np.where((source >= 0) & (source < ROW), row + source, -1)
@@ -57,13 +60,11 @@ def dpp_sources(control: str, value: str, lanes: int) -> Array:
     }
     if control not in simple:
         raise UnknownInstruction(f"DPP control {control}:{value}")
-    return simple[control]
+    return np.asarray(simple[control])
 
 
-DPP_CONTROLS = frozenset(
-    "quad_perm row_shl row_shr row_ror wave_shl wave_shr row_bcast row_mirror row_half_mirror row_share row_newbcast "
-    "row_xmask".split()
-)
+_IN_ROW = {"quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_share", "row_xmask"}
+DPP_CONTROLS = _IN_ROW | {"row_newbcast", "row_bcast", "wave_shl", "wave_shr"}
 DPP_MODIFIERS = DPP_CONTROLS | {"row_mask", "bank_mask", "bound_ctrl", "fi"}
 
 
@@ -113,7 +114,7 @@ def select_sdwa(raw: Reader, select: str, operand: Operand) -> Reader:
     """A byte or word of a register, zero-extended, or sign-extended under `sext()`."""
     if select == "DWORD":
         return raw
-    size, shift, kind = _sdwa_field(select)
+    _, shift, kind = _sdwa_field(select)
     if operand.extend:
         kind = kind.replace("u", "i")
         return lambda m: (raw(m) >> shift).astype(kind).astype(np.int32).view(np.uint32)
@@ -184,7 +185,7 @@ def _write_lane(i: Instruction) -> Step:
     return step
 
 
-def _count_below(base: int) -> object:
+def _count_below(base: int) -> Maker:
     """`v_mbcnt`: the bits of a mask that belong to lower lanes, counted in one half of the wave's 64."""
 
     def build(i: Instruction) -> Step:
@@ -226,7 +227,7 @@ def _permute_rows(i: Instruction) -> Step:
     return step
 
 
-def _swap_rows(rows: int) -> object:
+def _swap_rows(rows: int) -> Maker:
     """`v_permlane16_swap_b32` and `v_permlane32_swap_b32`: odd rows (of `rows` lanes) of the first register and even
     rows of the second change places."""
 
@@ -292,7 +293,7 @@ def _pull(i: Instruction) -> Step:
     return step
 
 
-LANES = {
+LANES: dict[str, Maker] = {
     "v_readfirstlane_b32": _read_first_lane,
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,
@@ -305,9 +306,8 @@ LANES = {
     "ds_permute_b32": _push,
     "ds_bpermute_b32": _pull,
 }
-"""Each makes the step of an instruction."""
 
-MODIFIERS = {
+MODIFIERS: dict[str, set[str]] = {
     "v_permlane16_b32": {"op_sel"},
     "v_permlanex16_b32": {"op_sel"},
     "ds_permute_b32": {"offset"},

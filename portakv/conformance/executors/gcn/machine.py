@@ -6,6 +6,7 @@ Execution State"; branches and barriers: the chapter "Program Flow Control" of A
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ import numpy as np
 
 from portakv.conformance.executors.errors import ExecutionError, MissingLanes, UnknownInstruction
 from portakv.conformance.executors.gcn.accesses import ARGUMENTS, access
-from portakv.conformance.executors.gcn.arithmetic import PACKED, SATURATED, SCALAR, VECTOR, Op
-from portakv.conformance.executors.gcn.assembly import EXEC, TTMP, VCC, Instruction, Listing, Operand, read
+from portakv.conformance.executors.gcn.arithmetic import PACKED, SATURATED, SCALAR, VECTOR, Op, combine
+from portakv.conformance.executors.gcn.assembly import EXEC, TTMP, VCC, Instruction, Listing, Operand, read_listing
 from portakv.conformance.executors.gcn.lanes import DPP_MODIFIERS, LANES, MODIFIERS, Dpp, merge_sdwa, select_sdwa
 from portakv.conformance.executors.gcn.waves import (
     Array,
@@ -33,7 +34,16 @@ from portakv.conformance.executors.gcn.waves import (
 from portakv.conformance.executors.memory import Memory
 
 IGNORED = frozenset(
-    "s_nop s_clause s_delay_alu s_sendmsg s_sleep s_setprio s_inst_prefetch s_set_inst_prefetch_distance".split()
+    (
+        "s_nop",
+        "s_clause",
+        "s_delay_alu",
+        "s_sendmsg",
+        "s_sleep",
+        "s_setprio",
+        "s_inst_prefetch",
+        "s_set_inst_prefetch_distance",
+    )
 )
 """Instructions for the hardware's timing; waits, which begin with s_wait, are ignored too."""
 
@@ -69,7 +79,7 @@ def compile_step(i: Instruction, listing: Listing) -> Step | None:
             compute, write = _compile_vector(i, listing)
             return lambda m: write(m, compute(m))
         step = access(i)
-    except (ValueError, IndexError) as e:
+    except (ValueError, IndexError, KeyError) as e:
         raise UnknownInstruction(f"{i.text}: {e}") from e
     except UnknownInstruction as e:
         raise UnknownInstruction(f"{i.text}: {e}") from None
@@ -90,10 +100,10 @@ def _compile_scalar(i: Instruction) -> Step:
     stored = [kind for kind in op.results if kind != "scc"]
     operands = list(i.operands)
     targets = [operands.pop(0) for _ in stored]
-    reads = []
+    reads: list[Reader] = []
     for kind in op.sources:
         if kind == "scc":
-            reads.append(lambda m: m.scc[m.at])
+            reads.append(_read_condition)
         elif kind[0] == "=":
             reads.append(read_scalar(targets[0], kind[1:]))
         else:
@@ -117,6 +127,10 @@ def _compile_scalar(i: Instruction) -> Step:
             m.scc[m.at] = result
 
     return step
+
+
+def _read_condition(m: Waves) -> Array:
+    return np.asarray(m.scc[m.at])
 
 
 def _and_not(a: Array, b: Array) -> Array:
@@ -160,17 +174,16 @@ def _compile_vector(
     """What computes the results, and what writes them."""
     op = VECTOR[i.name]
     allowed: set[str] = {"clamp"} if i.name in SATURATED else set()
-    compute = SATURATED[i.name] if "clamp" in i.modifiers and i.name in SATURATED else op.compute
+    compute: Callable[..., Any] = SATURATED[i.name] if "clamp" in i.modifiers and i.name in SATURATED else op.compute
     dpp = None
     if i.encoding.endswith("dpp"):
         allowed |= DPP_MODIFIERS
         dpp = Dpp(i.modifiers, listing.lanes)
     if i.encoding == "sdwa":
         allowed |= {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
-    if "bitop3" in i.modifiers:
+    if i.name.startswith("v_bitop3"):
         allowed.add("bitop3")
-        table, bitwise = int(i.modifiers["bitop3"], 0), compute
-        compute = lambda a, b, c: bitwise(a, b, c, table)
+        compute = functools.partial(combine, table=int(i.modifiers["bitop3"], 0))
     halves = _halves(i, op)
     allowed |= {"op_sel"} if halves else set()
     _expect(i, allowed)
@@ -280,36 +293,43 @@ def _compile_dual(x: Instruction, y: Instruction, listing: Listing) -> Step:
     return step
 
 
+def _bits(i: Instruction, name: str, default: int) -> list[int]:
+    """A modifier with a bit for each source."""
+    given = i.modifiers.get(name)
+    return [default] * (len(i.operands) - 1) if given is None else [int(x) for x in given.strip("[]").split(",")]
+
+
 def _compile_packed(i: Instruction) -> Step:
     """VOP3P on pairs: `op_sel` says which half of each source makes the low result, `op_sel_hi` the high one."""
-    _expect(i, {"op_sel", "op_sel_hi"} | ({"neg_lo", "neg_hi"} if i.name != "v_pk_mov_b32" else set()))
     target, *sources = i.operands
-    count = len(sources)
-
-    def bits(name: str, default: int) -> list[int]:
-        given = i.modifiers.get(name)
-        return [default] * count if given is None else [int(x) for x in given.strip("[]").split(",")]
-
-    kind = "u32" if i.name == "v_pk_mov_b32" else "f32"
-    low = [_read_half(*x, kind) for x in zip(sources, bits("op_sel", 0), bits("neg_lo", 0), strict=True)]
-    high = [_read_half(*x, kind) for x in zip(sources, bits("op_sel_hi", 1), bits("neg_hi", 0), strict=True)]
     if target.kind != "v" or target.count != 2:
         raise UnknownInstruction("result")
-    if i.name == "v_pk_mov_b32":  # one source makes one result: `op_sel` says which half of each
-        chosen = [_read_half(x, half, 0, "u32") for x, half in zip(sources, bits("op_sel", 0), strict=True)]
-
-        def move(m: Waves) -> None:
-            a, b = (read(m).copy() for read in chosen)
-            m.put(target.index, a, m.active)
-            m.put(target.index + 1, b, m.active)
-
-        return move
+    if i.name == "v_pk_mov_b32":
+        return _compile_packed_move(i)
+    _expect(i, {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"})
+    halves = [
+        [_read_half(*x, "f32") for x in zip(sources, _bits(i, select, n), _bits(i, negate, 0), strict=True)]
+        for n, (select, negate) in enumerate((("op_sel", "neg_lo"), ("op_sel_hi", "neg_hi")))
+    ]
     compute = PACKED[i.name]
 
     def step(m: Waves) -> None:
-        results = [compute(*(read(m) for read in half)) for half in (low, high)]
+        results = [compute(*(read(m) for read in half)) for half in halves]
         for n, result in enumerate(results):
             m.put(target.index + n, result.view(np.uint32), m.active)
+
+    return step
+
+
+def _compile_packed_move(i: Instruction) -> Step:
+    """Each source makes one result, of the half that its bit of `op_sel` says."""
+    _expect(i, {"op_sel"})
+    target, *sources = i.operands
+    chosen = [_read_half(x, half, 0, "u32") for x, half in zip(sources, _bits(i, "op_sel", 0), strict=True)]
+
+    def step(m: Waves) -> None:
+        for n, value in enumerate([half(m).copy() for half in chosen]):
+            m.put(target.index + n, value, m.active)
 
     return step
 
@@ -337,6 +357,9 @@ class Program:
         self.parameters = tuple(size for _, size in self.explicit)
         flow = {*BRANCHES, END, *BARRIERS}
         self.steps = [None if i.name in flow else compile_step(i, listing) for i in listing.code]
+        for i in listing.code:
+            if i.name in BRANCHES and (not i.operands or i.operands[0].label not in listing.labels):
+                raise UnknownInstruction(f"{i.text}: no such label")
         leaders = {*listing.labels.values(), listing.entry, len(listing.code)}
         self.ends = [0] * len(listing.code)
         end = len(listing.code)
@@ -352,7 +375,7 @@ class Program:
 
 def parse(text: str) -> Program:
     """The one kernel of an assembly file. Raises `UnknownInstruction` for the first that is not known."""
-    return Program(read(text))
+    return Program(read_listing(text))
 
 
 def pack_arguments(program: Program, args: Sequence[float] | bytes) -> Array:
@@ -374,17 +397,22 @@ def pack_arguments(program: Program, args: Sequence[float] | bytes) -> Array:
     return packed
 
 
-def _begin(
-    program: Program, args: Array, grid: tuple[int, int, int], num_threads: int, local_bytes: int, memory: Memory
+def begin(
+    program: Program,
+    args: Sequence[float] | bytes,
+    grid: tuple[int, int, int],
+    num_threads: int,
+    shared_bytes: int,
+    memory: Memory,
 ) -> Waves:
-    """Waves at the kernel's first instruction."""
+    """Waves at the kernel's first instruction (see `run`)."""
     listing = program.listing
     lanes = listing.lanes
     per_group = -(-num_threads // lanes)
     x, y, z = grid
     groups = x * y * z
-    arguments = Memory([(ARGUMENTS, args)])
-    local = Memory.of_groups(groups, local_bytes)
+    arguments = Memory([(ARGUMENTS, pack_arguments(program, args))])
+    local = Memory.of_groups(groups, max(shared_bytes, listing.setting("group_segment_fixed_size")))
     m = Waves(listing, groups * per_group, program.registers, memory, local, arguments)
     m.group = np.repeat(np.arange(groups, dtype=np.uint64), per_group)
     wave = np.tile(np.arange(per_group, dtype=np.uint32), groups)
@@ -448,9 +476,11 @@ def run(
     Args are addresses and numbers in the order of the kernel's metadata, or its argument segment. All waves at the
     lowest program counter go on together; with a `schedule`, a random part of those at a random one.
     """
-    listing = program.listing
-    local = max(shared_bytes, listing.setting("group_segment_fixed_size"))
-    m = _begin(program, pack_arguments(program, args), grid, num_threads, local, memory)
+    finish(program, begin(program, args, grid, num_threads, shared_bytes, memory), schedule)
+
+
+def finish(program: Program, m: Waves, schedule: random.Random | None = None) -> None:
+    """Run all waves from the first instruction to the end."""
     pc = np.zeros(m.count, np.int64)
     waiting = np.zeros(m.count, bool)
     ended = len(program.steps)
@@ -466,7 +496,7 @@ def run(
             first = int(ready.min()) if schedule is None else int(schedule.choice(ready.tolist()))
             at = _choose((pc == first) & ~waiting, schedule)
             m.focus(at)
-            if first == listing.entry and first:
+            if first == program.listing.entry and first:
                 _check_preload(m, at)
             _run_block(program, m, pc, waiting, first, at)
 

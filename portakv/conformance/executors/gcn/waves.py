@@ -67,7 +67,7 @@ class Waves:
 
     def mask(self, index: int) -> Array:
         """One bit a lane, from a register (wave32) or a pair."""
-        return self.s[self.at, index] if self.lanes == 32 else self.wide[self.at, index >> 1]
+        return np.asarray(self.s[self.at, index] if self.lanes == 32 else self.wide[self.at, index >> 1])
 
     def set_mask(self, index: int, bits: Array) -> None:
         if self.lanes == 32:
@@ -85,6 +85,11 @@ class Waves:
     def bits_of(self, lanes: Array) -> Array:
         raw = np.packbits(np.broadcast_to(lanes, (self.size, self.lanes)), axis=1, bitorder="little")
         return raw.view(f"<u{self.lanes // 8}")[:, 0]
+
+    def restrict(self, bits: int) -> None:
+        """Only lanes of this mask stay active."""
+        mask = self.mask(EXEC)
+        self.set_mask(EXEC, mask & mask.dtype.type(bits % (1 << self.lanes)))
 
     def put(self, index: int, value: Array, where: Array | None) -> None:
         """Vector register `index` becomes `value` in the lanes of `where`."""
