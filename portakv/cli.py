@@ -129,8 +129,10 @@ def _check_targets(names: list[str], every: int, jobs: int | None, as_json: bool
         if not able:
             raise typer.Exit(2)
         with _progress() as bars:
-            bar = bars.add_task("executing", total=sum(len(compiled.tasks(one, every)) for one in able))
-            outcomes = compiled.check_targets(able, every, jobs, functools.partial(bars.advance, bar))
+            bar = bars.add_task("executing", total=None)
+            outcomes = compiled.check_targets(
+                able, every, jobs, lambda done, total: bars.update(bar, completed=done, total=total)
+            )
     versions = _versions() | {"triton": compilation.triton_version()}
     where = (
         f"triton {versions['triton']}'s code for {', '.join(one.name for one in able)}, executed without the hardware"

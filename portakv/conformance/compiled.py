@@ -56,13 +56,18 @@ class Task:
     cases: int
 
 
+@functools.cache
+def cases_of(op: str) -> tuple[testing.Case, ...]:
+    return tuple(testing.cases(op))
+
+
 def tasks(target: Target, every: int = 1) -> list[Task]:
     """All checks of a target; of the variants with a format every `every`-th."""
     name = target.name
     out: list[Task] = []
     for op in _triton.SOURCES:
         by_variant: dict[Variant, list[testing.Case]] = {}
-        for case in testing.cases(op):
+        for case in cases_of(op):
             by_variant.setdefault(case.variant, []).append(case)
         step = every if any(variant.fmt for variant in by_variant) else 1
         chosen = list(by_variant.values())[::step]
@@ -74,7 +79,7 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
         check = functools.partial(check_floats, name, kept)
         out.append(Task(name, "every 16-bit pattern", check, len(FLOAT_DTYPES) * len(SCALES)))
     for op in _triton.SOURCES:
-        if some := far.cases(op) if op in FAR_OPS else []:
+        if some := far.choose(cases_of(op)) if op in FAR_OPS else []:
             out.append(Task(name, "rows past 2^32", functools.partial(check_far, name, op), len(some)))
     out.append(Task(name, "rows past 2^32", functools.partial(check_far_mapping, name), len(INDEX_DTYPES)))
     out.append(Task(name, "graph buffers filled inside", functools.partial(check_graph_fill, name), len(FILLS)))
@@ -102,16 +107,19 @@ def unavailable(target: Target) -> str | None:
 
 
 def check_targets(
-    targets: Sequence[Target], every: int = 1, jobs: int | None = None, on_task: Callable[[], None] = lambda: None
+    targets: Sequence[Target],
+    every: int = 1,
+    jobs: int | None = None,
+    on_task: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Outcome]:
     """The outcome of every line of every target, in order, in `jobs` processes (default: one a core).
 
-    The row of an outcome is the target's name. `on_task` is called after each of the `tasks` of all targets.
+    The row of an outcome is the target's name. `on_task` is told how many `tasks` are done, of how many in all.
     """
     every_task = [task for target in targets for task in tasks(target, every)]
     done: dict[tuple[str, str], Outcome] = {}
-    for task, (ran, failure) in zip(every_task, _run(every_task, jobs), strict=True):
-        on_task()
+    for i, (task, (ran, failure)) in enumerate(zip(every_task, _run(every_task, jobs), strict=True)):
+        on_task(i + 1, len(every_task))
         key = (task.target, task.line)
         before = done.get(key, Outcome(task.line, task.target, "passed"))
         detail = before.detail or failure
@@ -178,7 +186,7 @@ FAR_OPS = (*mutations.MOVERS, "build_read")
 
 def check_far(target: str, op: str) -> int:
     kernel = bind(op, ExecutingLauncher(Target.parse(target)))
-    cases = far.cases(op)
+    cases = far.choose(cases_of(op))
     for case in cases:
         far.check(op, kernel, case)
     return len(cases)
@@ -246,7 +254,7 @@ def check_graph_fill(target: str) -> int:
 def ordered_cases(op: str) -> list[testing.Case]:
     """A few of the op's cases with more than one warp; of rows fewer, whose warps are many."""
     tokens = {False: max(testing.TOKENS), True: 33}
-    cases = [case for case in testing.cases(op) if case.tokens == tokens[case.variant.fmt is not None]]
+    cases = [case for case in cases_of(op) if case.tokens == tokens[case.variant.fmt is not None]]
     return cases[:: max(1, len(cases) // 6)][:6]
 
 
@@ -264,7 +272,7 @@ def broken(target: Target) -> Iterator[tuple[mutations.Mutation, str]]:
     launcher = ExecutingLauncher(target)
     for mutation in mutations.MUTATIONS:
         for op in _triton.SOURCES:
-            source = launcher.source(next(iter(testing.cases(op))).variant, target.lanes)
+            source = launcher.source(cases_of(op)[0].variant, target.lanes)
             if mutation.applies_to(op, source):
                 yield mutation, op
 
@@ -275,11 +283,11 @@ def check_mutation(target: str, name: str, op: str) -> int:
     launcher = mutations.BrokenLauncher(Target.parse(target), mutation)
     checks: list[Callable[[], Any]]
     if not mutation.far:
-        cases = [case for case in testing.cases(op) if case.tokens >= min(7, max(testing.TOKENS))]
+        cases = [case for case in cases_of(op) if case.tokens >= 7]
         random.Random(0).shuffle(cases)
         checks = [functools.partial(testing.check, op, bind(op, launcher), case, CPU) for case in cases]
     elif op in FAR_OPS:
-        checks = [functools.partial(far.check, op, bind(op, launcher), case) for case in far.cases(op)]
+        checks = [functools.partial(far.check, op, bind(op, launcher), case) for case in far.choose(cases_of(op))]
     else:
         checks = [functools.partial(_check_far_mapping, launcher, [op])]
     for check in checks:

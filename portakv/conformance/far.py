@@ -102,9 +102,9 @@ def check_mapping(index_dtype: torch.dtype, kernels: dict[str, Callable[..., Non
     _compare(f"a mapping of 2^31 slots, {index_dtype}", names, *results)
 
 
-def cases(op: str) -> list[testing.Case]:
-    """A few of the op's cases with rows and slots that count, for each width of slots."""
-    some = [case for case in testing.cases(op) if 2 <= case.tokens <= 33]
+def choose(cases: Sequence[testing.Case]) -> list[testing.Case]:
+    """A few cases with rows and slots that count, for each width of slots."""
+    some = [case for case in cases if 2 <= case.tokens <= 33]
     out: list[testing.Case] = []
     for dtype in INDEX_DTYPES:
         mine = [case for case in some if case.variant.index_dtype == dtype]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import inspect
 import re
+import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,12 +111,19 @@ def _rewrite(kernel: Any, pattern: str, instead: str) -> Any:
     text, count = re.subn(pattern, instead, inspect.getsource(module), count=1)
     if count == 0:
         raise ValueError(f"pattern: expected {pattern!r} in {module.__name__}")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"mutated_{module.__name__.rpartition('.')[2]}.py")
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        copy = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(copy)
+    path = Path(_scratch(), f"mutated_{module.__name__.rpartition('.')[2]}_{zlib.crc32(text.encode()):08x}.py")
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
     return getattr(copy, kernel.fn.__name__)
+
+
+@functools.cache
+def _scratch() -> str:
+    """A folder that lives as long as the process: Triton before 3.6 reads a text again when it compiles."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
