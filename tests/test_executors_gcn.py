@@ -6,6 +6,7 @@ import math
 import random
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -692,7 +693,7 @@ def test_permutes_between_lanes() -> None:
 
 
 def test_every_lane_instruction_is_tested() -> None:
-    text = open(__file__).read()
+    text = Path(__file__).read_text()
     assert not [name for name in LANES if name not in text]
     assert set(VECTOR) >= set(arithmetic.VECTOR)
     assert set(SCALAR) | CONSTANT_ONLY >= set(arithmetic.SCALAR)
@@ -875,16 +876,21 @@ def test_local_memory_belongs_to_a_work_group_and_barriers_order_it() -> None:
         "v_xor_b32_e32 v2, 0x1fc, v2",
         "ds_read_b32 v4, v2",
         "ds_read2_b32 v[6:7], v5 offset0:1 offset1:3",
+        "ds_load_2addr_stride64_b32 v[12:13], v5 offset1:1",
+        "ds_read_b64 v[14:15], v5 offset:8",
+        "ds_store_b8 v2, v4",
+        "ds_load_u8 v16, v2",
+        "ds_write2_b64 v5, v[6:7], v[6:7] offset0:2 offset1:4",
         "ds_read_b128 v[8:11], v5",
     ]
-    for n in range(4):  # waves of a group that take their time
-        lines.insert(2, "s_nop 0")
     scalars = {16: np.repeat(np.array([0, 1000]), 2)}
     m = probe(
         lines, vectors={5: np.zeros((4, 64), np.uint32)}, scalars=scalars, waves=4, waves_per_group=2, shared_bytes=512
     )
     assert m.v[4].reshape(2, 128).tolist() == [[1000 * g + (i ^ 127) for i in range(128)] for g in range(2)]
     assert m.v[6:12, 2, 0].tolist() == [1001, 1003, 1000, 1001, 1002, 1003]
+    assert m.v[12:16, 2, 0].tolist() == [1000, 1064, 1002, 1003]
+    assert (m.v[16] == m.v[4] & 0xFF).all()
     with pytest.raises(MissingLanes, match="barrier"):
         branch = ["s_cmp_eq_u32 s2, 0", "s_cbranch_scc0 .LBB0_1", "s_barrier", ".LBB0_1:"]
         probe(branch, scalars={2: np.array([0, 1])}, waves=2, waves_per_group=2)

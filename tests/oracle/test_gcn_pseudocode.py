@@ -106,6 +106,10 @@ def sign_extend_from(x: Value, count: Value) -> Value:
     return x if n >= x.width else Value(plain.signed(x.bits, n) & ((1 << x.width) - 1) if n else 0, x.width, "i")
 
 
+def truncate(x: float) -> float:
+    return math.copysign(math.trunc(x), x) if math.isfinite(x) else x
+
+
 def to_int(x: Value, low: int, high: int, kind: str) -> Value:
     value = float(x.number)
     bound = 0 if math.isnan(value) else min(max(value, low), high)
@@ -114,7 +118,7 @@ def to_int(x: Value, low: int, high: int, kind: str) -> Value:
 
 FUNCTIONS: dict[str, Callable[..., Value]] = {
     "fma": fused,
-    "trunc": lambda x: of_float(np.trunc(x.number), x.width),
+    "trunc": lambda x: of_float(truncate(float(x.number)), x.width),
     "signext": lambda x: Value(plain.signed(x.bits, x.width) & plain.M64, 64, "i"),
     "signext_from_bit": sign_extend_from,
     "isNAN": lambda x: of_bool(np.isnan(x.number)),

@@ -52,7 +52,8 @@ def _amount(x: Array, by: Array) -> Array:
 
 
 def multiply_high(a: Array, b: Array) -> Array:
-    return (wide(a) * wide(b) >> wide(a).dtype.type(32)).astype(a.dtype)
+    x, y = wide(a), wide(b)
+    return np.asarray(x * y >> x.dtype.type(32)).astype(a.dtype)
 
 
 def multiply_add_wide(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
@@ -160,10 +161,10 @@ def insert_bits(mask: Array, a: Array, b: Array) -> Array:
 
 def combine(a: Array, b: Array, c: Array, table: int) -> Array:
     """Bitwise: bit 4a + 2b + c of the table."""
-    out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), a.dtype)
+    out: Array = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), a.dtype)
     for i in range(8):
         if table >> i & 1:
-            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            out = out | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
     return out
 
 
