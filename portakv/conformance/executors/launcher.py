@@ -1,7 +1,7 @@
 """A device's own launch functions on its compiled kernels, executed without the device on CPU tensors.
 
-    kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
-    testing.check("store_kv", kernel, case, torch.device("cpu"))
+kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
+testing.check("store_kv", kernel, case, torch.device("cpu"))
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from portakv.compile import Target
 from portakv.conformance.executors.memory import Memory
 from portakv.formats import Variant
 from portakv.kernels import _triton
-from portakv.kernels._triton.launch import Kernel, Launcher, Source, compile_source
+from portakv.kernels._triton.launch import Launcher, Source, compile_source
 
 Tensor = torch.Tensor
 
@@ -28,13 +28,19 @@ EXECUTORS = {"cuda": ("ptx", "ptx"), "hip": ("gcn", "amdgcn"), "xpu": ("spirv", 
 """Triton's backends: the module beside this one that executes their code, and the name of the code in `asm`."""
 
 
+def load_executor(backend: str) -> tuple[ModuleType, str]:
+    """The module that executes a backend's code, and the code's name. Raises `ModuleNotFoundError`."""
+    module, code = EXECUTORS[backend]
+    return importlib.import_module(f"portakv.conformance.executors.{module}"), code
+
+
 class ExecutedKernel:
     """Stands where `launch.Kernel` does: called with a grid, CPU tensors and the int scalars."""
 
     def __init__(self, source: Source, target: GPUTarget, schedule: random.Random | None) -> None:
         self.rows, self.chunks = source.rows, source.chunks
-        module, code = EXECUTORS[target.backend]
-        self._executor = importlib.import_module(f"portakv.conformance.executors.{module}")
+        # Before it compiles: Intel's executor tells Triton what it must leave out.
+        self._executor, code = load_executor(target.backend)
         compiled = compile_source(source, target)
         self._program = self._executor.parse(compiled.asm[code])
         self._threads = compiled.metadata.num_warps * target.warp_size

@@ -73,9 +73,9 @@ def parse(text: str) -> Program:
             match instruction.name.split(".")[0], instruction.operands:
                 case "bra", (Label(name),) if name in listing.labels:
                     target = listing.labels[name]
-                case ("ret" | "exit"), ():
+                case (("ret" | "exit"), ()):
                     pass
-                case ("bar" | "barrier"), (Immediate(0),):
+                case (("bar" | "barrier"), (Immediate(0),)):
                     leaders.add(at)
                 case _:
                     raise UnknownInstruction(instruction.text)
@@ -132,10 +132,14 @@ class _Threads:
         self.count, self.group_size = groups * num_threads, num_threads
         self.memory = memory
         self.shared = Memory.of_groups(groups, max(shared_bytes, program.shared_bytes))
-        self.parameters = [int(a).to_bytes(n, "little", signed=a < 0) for a, n in zip(args, program.parameters, strict=True)]
+        self.parameters = [
+            int(a).to_bytes(n, "little", signed=a < 0) for a, n in zip(args, program.parameters, strict=True)
+        ]
         # Nothing is promised about a register that was not written: a pattern that no kernel counts on.
         self.registers = [
-            np.full(self.count, bits == 1 or 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), bool if bits == 1 else f"u{bits // 8}")
+            np.full(
+                self.count, bits == 1 or 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), bool if bits == 1 else f"u{bits // 8}"
+            )
             for bits in program.registers
         ]
         thread, group = (x.astype(np.uint32) for x in np.divmod(np.arange(self.count), num_threads)[::-1])
@@ -172,7 +176,8 @@ class _Threads:
             lowest = int(by_warp[first]) if len(ready) else self._end
             warps = np.fromiter((schedule.random() < 0.5 for _ in by_warp), bool, len(by_warp))
             warps[first : first + 1] = True
-            chosen = (at == lowest) & np.repeat(warps, LANES)
+            # A warp with lanes that are further behind runs those first.
+            chosen = (at == lowest) & np.repeat(warps & (by_warp == lowest), LANES)
         if lowest < self._end:
             return lowest, chosen
         if self.waits.any():
@@ -180,9 +185,9 @@ class _Threads:
         return None
 
     def wait(self, at: int, mask: Array) -> None:
-        """bar.sync: a thread goes on once all threads of its group that have not exited are there."""
+        """bar.sync: a thread goes on once all threads of its group are there."""
         self.waits |= mask
-        there = (self.waits | self.exited).reshape(-1, self.group_size).all(1)
+        there = self.waits.reshape(-1, self.group_size).all(1)
         released = np.repeat(there, self.group_size) & self.waits
         if (self.at[released] != at).any():
             raise MissingLanes("threads of a group wait at different barriers")
@@ -223,8 +228,8 @@ def _guarded(instruction: Instruction, threads: _Threads, mask: Array) -> Array:
     """The threads of `mask` whose guard predicate lets them execute (section "Predicated Execution")."""
     if instruction.guard is None:
         return mask
-    guard = threads.registers[instruction.guard.index]
-    return mask & (~guard if instruction.negated else guard)
+    guard: Array = threads.registers[instruction.guard.index]
+    return np.logical_and(mask, ~guard if instruction.negated else guard)
 
 
 def _bind(instruction: Instruction) -> Step:
@@ -282,7 +287,8 @@ def _reader(operand: Operand, kind: str, wider: bool = False) -> Callable[[_Thre
             constant = np.array([bool(value)])
             return lambda _: constant
         case Immediate(value):
-            if not -(1 << bits - 1) <= value < 1 << bits:
+            # Constants have 64 bits (section "Integer Constants"): above the type's may be copies of its sign.
+            if not -(1 << bits - 1) <= (value - (1 << 64) if value >> 63 == 1 else value) < 1 << bits:
                 raise UnknownInstruction(f"constant {value} of type .{kind}")
             constant = np.array([value & ((1 << bits) - 1)], f"u{bits // 8}").view(dtype)
             return lambda _: constant
@@ -493,8 +499,12 @@ def _reduce(how: str, kind: str, to: Operand, source: Operand, named: Operand) -
         raise UnknownInstruction(f".{how}.{kind}")
     write, read, read_named = _writer(to, kind), _reader(source, kind), _reader(named, "u32")
     functions: dict[str, np.ufunc] = {
-        **{"add": np.add, "min": np.minimum, "max": np.maximum},
-        **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
     }
     limits = np.iinfo(DTYPES[kind])
     neutral = {"min": limits.max, "max": limits.min, "and": limits.max}.get(how, 0)

@@ -59,10 +59,14 @@ def operation(name: str) -> Operation:
     if opcode == "mov" and len(modifiers) == 1 and kind in DTYPES:
         found = Operation((kind,), kind, lambda a: a)
     if opcode == "selp" and len(modifiers) == 1 and kind in DTYPES:
-        found = Operation((kind, kind, "pred"), kind, lambda a, b, p: np.where(p, a, b))
+        found = Operation((kind, kind, "pred"), kind, _select)
     if found is None:
         raise UnknownInstruction(f"{name}: neither the opcode with these modifiers nor the type is implemented")
     return found
+
+
+def _select(a: Array, b: Array, p: Array) -> Array:
+    return np.where(p, a, b)
 
 
 def _integer(opcode: str, kind: str) -> Operation | None:
@@ -83,23 +87,25 @@ def _integer(opcode: str, kind: str) -> Operation | None:
 
 
 def _unsigned(a: Array) -> Array:
-    return a.view(f"u{a.itemsize}")
+    return a.view(np.dtype(f"u{a.itemsize}"))
 
 
 def _quotient(a: Array, b: Array) -> Array:
     """Rounded to zero."""
     if a.dtype.kind == "u":
-        return a // np.where(b == 0, 1, b).astype(b.dtype)
+        out: Array = a // np.where(b == 0, 1, b).astype(b.dtype)
+        return out
     absolute = _quotient(_unsigned(np.abs(a)), _unsigned(np.abs(b))).view(a.dtype)
     return np.where((a < 0) != (b < 0), -absolute, absolute)
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    return a - _quotient(a, b) * b
+    out: Array = a - _quotient(a, b) * b
+    return out
 
 
 def _extract(a: Array, position: Array, length: Array) -> Array:
-    """bfe: `length` bits from `position` on; above the top bit come zeros, or the sign, which is the field's last bit."""
+    """bfe: `length` bits from `position` on; above the top bit come zeros, or the sign, the field's last bit."""
     bits = 8 * a.itemsize
     position, length = position & 0xFF, length & 0xFF
     field = _shift_right(_unsigned(a), position)
@@ -108,7 +114,9 @@ def _extract(a: Array, position: Array, length: Array) -> Array:
         return field & ones
     last = np.minimum(position + length - 1, bits - 1)
     sign = (_shift_right(_unsigned(a), last) & 1).astype(bool) & (length > 0)
-    inside = ~_shift_left(np.full_like(field, -1 & ((1 << bits) - 1)), np.minimum(length, bits - np.minimum(position, bits)))
+    inside = ~_shift_left(
+        np.full_like(field, -1 & ((1 << bits) - 1)), np.minimum(length, bits - np.minimum(position, bits))
+    )
     return np.where(sign, (field & ones) | ~inside, field & ones).view(a.dtype)
 
 
@@ -130,17 +138,19 @@ def _multiply(opcode: str, part: str, kind: str) -> Operation | None:
 def _high(a: Array, b: Array) -> Array:
     """The upper half of the product."""
     kind, bits = a.dtype.kind, 8 * a.itemsize
+    high: Array
     if bits < 64:
         wide = np.dtype(f"{kind}{2 * a.itemsize}")
-        return ((a.astype(wide) * b.astype(wide)) >> bits).astype(a.dtype)
+        high = ((a.astype(wide) * b.astype(wide)) >> bits).astype(a.dtype)
+        return high
     x, y = _unsigned(a), _unsigned(b)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
     middle = x1 * y0 + (x0 * y0 >> half)
     high = x1 * y1 + (middle >> half) + ((x0 * y1 + (middle & low)) >> half)
-    if kind == "u":
-        return high
-    return high.view(a.dtype) - np.where(a < 0, b, 0) - np.where(b < 0, a, 0)
+    if kind == "i":
+        high = high.view(a.dtype) - np.where(a < 0, b, 0) - np.where(b < 0, a, 0)
+    return high
 
 
 def _float(opcode: str, modifiers: list[str]) -> Operation | None:
@@ -198,7 +208,7 @@ def _shift_right(a: Array, amount: Array) -> Array:
 
 
 def _permute(a: Array, b: Array, control: Array) -> Array:
-    """Each nibble of `control` chooses one of the eight bytes of {b, a}; its top bit asks for that byte's sign alone."""
+    """Each nibble of `control` chooses a byte of the eight in {b, a}; its top bit asks for that byte's sign alone."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     out = np.zeros_like(a)
     for i in range(4):
@@ -209,20 +219,20 @@ def _permute(a: Array, b: Array, control: Array) -> Array:
     return out
 
 
+ORDERS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal}
+ORDERS |= {"gt": np.greater, "ge": np.greater_equal}
+
+
 def _compare(comparison: str, kind: str) -> Operation | None:
     """9.7.6 Comparison and Selection. The comparisons of floats are the ordered ones, and their unordered twins."""
-    orders = {
-        **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-        **{"gt": np.greater, "ge": np.greater_equal},
-    }
     if kind == "pred" or (kind[0] == "b" and comparison not in ("eq", "ne")):
         return None
-    if comparison in orders:
-        order = orders[comparison]
+    if comparison in ORDERS:
+        order = ORDERS[comparison]
         if kind == "f32" and comparison == "ne":
             return Operation((kind, kind), "pred", lambda a, b: (a < b) | (a > b))
         return Operation((kind, kind), "pred", order)
-    if kind == "f32" and comparison[:-1] in orders and comparison[-1] == "u":
-        order = orders[comparison[:-1]]
+    if kind == "f32" and comparison[:-1] in ORDERS and comparison[-1] == "u":
+        order = ORDERS[comparison[:-1]]
         return Operation((kind, kind), "pred", lambda a, b: order(a, b) | np.isnan(a) | np.isnan(b))
     return None

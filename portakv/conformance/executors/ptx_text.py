@@ -127,7 +127,7 @@ class _Reader:
         self._scopes: list[dict[str, Register]] = [{}]
 
     def declare_parameters(self, text: str) -> None:
-        sizes = []
+        sizes: list[int] = []
         for line in filter(None, (line.strip() for line in text.split(","))):
             found = re.fullmatch(r"\.param\s+\.[bufs](\d+)(?:\s+\.ptr\s+\.global\s+\.align\s+\d+)?\s+(\w+)", line)
             if found is None:
