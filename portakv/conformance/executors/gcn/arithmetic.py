@@ -62,6 +62,12 @@ def multiply_add_wide(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
     return total, total < c
 
 
+def multiply_24(a: Array, b: Array) -> Array:
+    """The product's low 32 bits, of the low 24 of each."""
+    low = np.uint32(0xFFFFFF)
+    return np.asarray((a & low) * (b & low))
+
+
 def add_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array]:
     total = wide(a) + wide(b)
     if carry is not None:
@@ -355,6 +361,8 @@ VECTOR |= {
     "v_xad_u32": op("u32 <- u32 u32 u32", _chain(operator.xor, operator.add)),
     "v_mul_lo_u32": op("u32 <- u32 u32", operator.mul),
     "v_mul_lo_u16": op("u16 <- u16 u16", operator.mul),
+    "v_mul_u32_u24": op("u32 <- u32 u32", multiply_24),
+    "v_mad_u32_u24": op("u32 <- u32 u32 u32", _chain(multiply_24, operator.add)),
     "v_mul_hi_u32": op("u32 <- u32 u32", multiply_high),
     "v_mul_hi_i32": op("i32 <- i32 i32", multiply_high),
 }
