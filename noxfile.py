@@ -103,6 +103,13 @@ def peers(session: nox.Session) -> None:
     session.run("pytest", "tests/peers", *session.posargs, env={"CI": "true"})
 
 
+@nox.session(name="executors-oracle")
+def executors_oracle(session: nox.Session) -> None:
+    """The AMD executor's opcodes beside AMD's pseudocode, which tinygrad ships as data."""
+    session.install(*CONSTRAINTS, ".[test,triton]", "tinygrad==0.14.0")
+    session.run("pytest", "tests/oracle", *session.posargs, env={"CI": "true"})
+
+
 @nox.session(venv_backend="none")
 def arm(session: nox.Session) -> None:
     """The generic CPU kernels on an emulated Arm. Needs Debian's g++-aarch64-linux-gnu and qemu-user."""

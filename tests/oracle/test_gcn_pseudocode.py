@@ -106,6 +106,10 @@ def sign_extend_from(x: Value, count: Value) -> Value:
     return x if n >= x.width else Value(plain.signed(x.bits, n) & ((1 << x.width) - 1) if n else 0, x.width, "i")
 
 
+def truncate(x: float) -> float:
+    return math.copysign(math.trunc(x), x) if math.isfinite(x) else x
+
+
 def to_int(x: Value, low: int, high: int, kind: str) -> Value:
     value = float(x.number)
     bound = 0 if math.isnan(value) else min(max(value, low), high)
@@ -114,9 +118,10 @@ def to_int(x: Value, low: int, high: int, kind: str) -> Value:
 
 FUNCTIONS: dict[str, Callable[..., Value]] = {
     "fma": fused,
-    "trunc": lambda x: of_float(np.trunc(x.number), x.width),
+    "trunc": lambda x: of_float(truncate(float(x.number)), x.width),
     "signext": lambda x: Value(plain.signed(x.bits, x.width) & plain.M64, 64, "i"),
     "signext_from_bit": sign_extend_from,
+    "isNAN": lambda x: of_bool(np.isnan(x.number)),
     "u32_to_f32": lambda x: of_float(x.bits, 32),
     "i32_to_f32": lambda x: of_float(plain.signed(x.bits), 32),
     "f32_to_u32": lambda x: to_int(x, 0, 2**32 - 1, "u"),
@@ -129,7 +134,18 @@ TOKEN = re.compile(
     r"\s*(?:(?P<sized>\d+'(?:0x[0-9a-f]+|\d+)U?)|(?P<cast>\d+'[UIFB])|(?P<float>\d+\.\d+F?)|(?P<hex>0x[0-9a-f]+[UL]*)"
     r"|(?P<int>\d+[UL]*)|(?P<name>[A-Za-z_]\w*)|(?P<sign>&&|\|\||==|!=|<>|<=|>=|<<|>>|\+=|[-+*/&|^~!?:()\[\]{},.=<>]))"
 )
-LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=", "<>"), ("<", ">", "<=", ">="), ("<<", ">>"), ("+", "-"), ("*", "/"))
+LEVELS = (
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!=", "<>"),
+    ("<", ">", "<=", ">="),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/"),
+)
 
 
 class Reader:
@@ -351,7 +367,7 @@ class Return(Exception):
 
 
 def execute(text: str, names: dict[str, Any]) -> dict[str, Any]:
-    names = {"D0": Value(0, 64, "u"), "EXEC": Value(1, 64, "u"), "laneId": Value(0, 32, "i"), **names}
+    names = {"D0": Value(0, 64, "u"), "EXEC": Value(0, 64, "u"), "laneId": Value(0, 32, "i"), **names}
     lines = [line.partition("//")[0].strip().rstrip(";") for line in text.splitlines()]
     run([line for line in lines if line], names)
     return names
@@ -442,11 +458,15 @@ def definition(name: str, op: arithmetic.Op, text: str) -> Callable[..., Any]:
 
 def condition(name: str, after: dict[str, Any]) -> int:
     if name.startswith("v_cmp"):
-        return after["D0"].bits
+        return after["EXEC" if name.startswith("v_cmpx") else "D0"].bits
     return after["D1"].bits if "D1" in after else after["VCC"].bits
 
 
-CASES = [(name, n) for name in sorted({*arithmetic.VECTOR, *arithmetic.SCALAR} - set(ABSENT)) for n in range(len(PSEUDOCODE[name]))]
+CASES = [
+    (name, n)
+    for name in sorted({*arithmetic.VECTOR, *arithmetic.SCALAR} - set(ABSENT))
+    for n in range(len(PSEUDOCODE[name]))
+]
 
 
 @pytest.mark.parametrize(("name", "n"), CASES)
@@ -479,7 +499,9 @@ def test_packed_opcodes(name: str) -> None:
     sources = ", ".join(f"v[{2 * n}:{2 * n + 1}]" for n in range(count))
     m = plain.probe([f"{name} v[20:21], {sources}"], vectors={n: words[None, n] for n in range(2 * count)})
     for lane in range(64):
-        given = {f"S{n}": Value(int(words[2 * n, lane]) | int(words[2 * n + 1, lane]) << 32, 64, "u") for n in range(count)}
+        given = {
+            f"S{n}": Value(int(words[2 * n, lane]) | int(words[2 * n + 1, lane]) << 32, 64, "u") for n in range(count)
+        }
         want = execute(PSEUDOCODE[name][0], given)["D0"].bits
         for half in range(2):
             value = Value(want >> 32 * half & plain.M32, 32, "f")

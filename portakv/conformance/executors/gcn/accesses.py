@@ -52,17 +52,15 @@ def access(i: Instruction) -> Step | None:
     """The step of an instruction that touches memory; None if it is none."""
     if found := re.fullmatch(r"s_load_(\w+)", i.name):
         return _load_scalar(i, _unit(i, found[1])[0])
+    # "ds_read2_b32" and "ds_read2st64_b32" of CDNA, "ds_load_2addr_b32" and "ds_load_2addr_stride64_b32" of RDNA
+    if found := re.fullmatch(r"ds_(read2|load_2addr|write2|store_2addr)(st64|_stride64)?_b(32|64)", i.name):
+        return _access_two(i, found[1][0] in "rl", bool(found[2]), int(found[3]) // 8)
     if found := re.fullmatch(r"(global|flat|buffer|ds)_(load|read|store|write)_(\w+)", i.name):
         space, verb, name = found.groups()
-        if space == "ds" and (paired := re.fullmatch(r"(2|2st64)_b(32|64)", i.name.partition(verb)[2])):
-            return _access_two(i, verb, paired[1], int(paired[2]) // 8)
         size, kind, half = _unit(i, name)
         if verb in ("load", "read"):
             return _load(i, space, size, kind, half)
         return _store(i, space, size, half)
-    if found := re.fullmatch(r"(ds)_(read|write|load|store)(2(?:st64)?|_2addr(?:_stride64)?)_b(32|64)", i.name):
-        stride = "2st64" if "64" in found[3].replace("2addr", "") else "2"
-        return _access_two(i, found[2], stride, int(found[4]) // 8)
     if found := re.fullmatch(r"global_atomic_add_(u32|u64|x2)", i.name):
         return _atomic_add(i, 4 if found[1] == "u32" else 8)
     if i.name == "global_atomic_add":
@@ -226,13 +224,12 @@ def _store(i: Instruction, space: str, size: int, half: str) -> Step:
     return step
 
 
-def _access_two(i: Instruction, verb: str, stride: str, size: int) -> Step:
-    """`ds_read2_b32` and its like: two values at offset0 and offset1, in units of their size (or of 64 of those)."""
-    unit = size * (64 if stride == "2st64" else 1)
+def _access_two(i: Instruction, loads: bool, far: bool, size: int) -> Step:
+    """Two values at offset0 and offset1, in units of their size, or of 64 of those if `far`."""
+    unit = size * (64 if far else 1)
     _expect(i, "offset0", "offset1")
     offsets = [np.uint64(int(i.modifiers.get(f"offset{n}", "0"), 0) * unit) for n in (0, 1)]
     words = size // 4
-    loads = verb in ("read", "load")
     register = i.operands[1] if loads else i.operands[0]
     first = [i.operands[0].index, i.operands[0].index + words] if loads else [x.index for x in i.operands[1:]]
     where = read_vector(register, "u32")

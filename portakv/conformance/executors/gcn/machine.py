@@ -33,19 +33,10 @@ from portakv.conformance.executors.gcn.waves import (
 )
 from portakv.conformance.executors.memory import Memory
 
-IGNORED = frozenset(
-    (
-        "s_nop",
-        "s_clause",
-        "s_delay_alu",
-        "s_sendmsg",
-        "s_sleep",
-        "s_setprio",
-        "s_inst_prefetch",
-        "s_set_inst_prefetch_distance",
-    )
-)
-"""Instructions for the hardware's timing; waits, which begin with s_wait, are ignored too."""
+IGNORED = {"s_nop", "s_clause", "s_delay_alu", "s_sendmsg", "s_sleep", "s_setprio", "s_set_inst_prefetch_distance"}
+IGNORED |= {"buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol", "buffer_gl0_inv", "buffer_gl1_inv"}
+IGNORED |= {"global_inv", "global_wb", "global_wbinv"}
+"""Instructions for the hardware's timing and its caches, which this memory has not; waits (s_wait…) are ignored too."""
 
 BRANCHES: dict[str, Callable[[Waves], Array]] = {
     "s_branch": lambda m: np.ones(m.size, bool),
