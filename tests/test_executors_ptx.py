@@ -384,6 +384,33 @@ def test_reductions(name: str, define: Callable[[list[int]], int]) -> None:
     assert got == want * 16
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices(count: int, transposed: bool) -> None:
+    """Lane 4 r + c holds the elements 2 c and 2 c + 1 of row r, in each of the matrices."""
+    registers = ", ".join(f"%r{10 + i}" for i in range(count))
+    name = f"sync.aligned.m8n8.x{count}{'.trans' if transposed else ''}.shared.b16"
+    address = "mov.u32 %r5, global_smem; shl.b32 %r6, %r1, 4; add.s32 %r6, %r5, %r6;"  # of lane t's row: 16 t
+    own = "shl.b32 %r7, %r1, 4; add.s32 %r7, %r5, %r7;"
+    words = "".join(f"shl.b32 %r{10 + i}, %r1, 17; or.b32 %r{10 + i}, %r{10 + i}, %r1; shl.b32 %r8, %r1, 1;"
+                    f"shl.b32 %r{10 + i}, %r1, 1; add.s32 %r9, %r{10 + i}, {64 * i + 1}; shl.b32 %r9, %r9, 16;"
+                    f"add.s32 %r{10 + i}, %r{10 + i}, {64 * i}; or.b32 %r{10 + i}, %r{10 + i}, %r9;"
+                    for i in range(count))  # fmt: skip
+    body = f"{address}{own}{words} stmatrix.{name} [%r6], {{{registers}}}; bar.warp.sync -1;"
+    read = "ld.shared.b64 %rd4, [%r7]; ld.shared.b64 %rd5, [%r7+8]; shl.b64 %rd6, %rd2, 1; add.s64 %rd6, %rd1, %rd6;"
+    got = execute(f"{body}{read} st.global.v2.b64 [%rd6], {{%rd4, %rd5}};", np.zeros(64), shared=512)
+    want = np.arange(64 * count, dtype=np.uint16).reshape(count, 8, 8)
+    stored = got.view(np.uint16)[: 64 * count].reshape(count, 8, 8)
+    assert (stored == (want.swapaxes(1, 2) if transposed else want)).all()
+    # And back: what is loaded is what was stored.
+    back = "".join(f"mov.b32 %r{10 + i}, 0;" for i in range(count)) + f"ldmatrix.{name} {{{registers}}}, [%r6];"
+    for i in range(count):
+        got = execute(
+            f"{body}{back} cvt.u64.u32 %rd4, %r{10 + i}; st.global.b64 [%rd3], %rd4;", np.zeros(32), shared=512
+        )
+        assert (got.astype(np.uint32).view(np.uint16) == want[i].reshape(-1)).all()
+
+
 def test_atomics_count_every_thread() -> None:
     """Old values are each seen once; a masked thread adds nothing; adds wrap."""
     body = "mov.b64 %rd4, 3; setp.ne.b32 %p1, %r1, 4; @%p1 {} st.global.b64 [%rd3+8], %rd5;"
@@ -464,6 +491,7 @@ def test_a_missing_barrier_shows_in_a_random_order() -> None:
         ("setp.ne.b32 %p1, %r1, 3; @%p1 redux.sync.add.s32 %r5, %r1, %r3;", MissingLanes, "names"),
         ("setp.ne.b32 %p1, %r1, 3; @%p1 bar.warp.sync -1;", MissingLanes, "names"),
         ("redux.sync.add.s32 %r5, %r1, 0xfffffffe;", MissingLanes, "lane 0"),
+        ("setp.ne.b32 %p1, %r1, 9; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r1];", MissingLanes, "names"),
         ("setp.ne.b32 %p1, %r1, 3; @%p1 bar.sync 0;", MissingLanes, "bar.sync"),
         ("div.u32 %r5, %r1, %r1;", ExecutionError, "division by zero"),
         ("rem.s32 %r5, %r3, %r1;", ExecutionError, "division by zero"),
@@ -511,6 +539,8 @@ def test_exited_lanes_are_not_missed() -> None:
         ("ld.local.b32 %r5, [%rd3];", "ld.local"),
         ("red.global.sys.relaxed.add.u64 [%rd3], %rd3;", "sys"),
         ("red.global.gpu.relaxed.min.u64 [%rd3], %rd3;", "min"),
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b8 {%r5}, [%r1];", "b8"),
+        ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5}, [%r1];", "1 elements, not 2"),
         ("shfl.sync.bfly.b64 %r5, %r1, 1, 31, -1;", "b64"),
         ("redux.sync.and.s32 %r5, %r1, -1;", "and"),
         ("bar.sync 1;", "bar.sync 1"),

@@ -24,13 +24,15 @@ from portakv.kernels._triton.launch import Source
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """A mistake, and how it gets into the kernels: by a constexpr's value, or by op, in its module's text, by what
-    stands instead of the first match of a pattern. `far` says that only far rows show it."""
+    stands instead of the first match of a pattern. `far` says that only far rows show it, `wild`
+    that it may touch what no tensor has."""
 
     name: str
     constant: str = ""
     value: Callable[[Any], Any] = lambda value: value
     text: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     far: bool = False
+    wild: bool = False
 
     def applies_to(self, op: str, source: Source) -> bool:
         return self.constant in source.constants or op in self.text
@@ -70,6 +72,7 @@ MUTATIONS = (
             "build_read": (r"row \* table_stride", "(row * table_stride).to(tl.int32)"),
         },
         far=True,
+        wild=True,
     ),
     Mutation(
         "a missing mask",
@@ -80,6 +83,7 @@ MUTATIONS = (
             "build_read": (r"(tl\.load\(slots \+ place), mask=live, other=0\)", r"\1)"),
             "cast_loc": (r"out_len, index", "out_len + 1, index"),
         },
+        wild=True,
     ),
 )
 

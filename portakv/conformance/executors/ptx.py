@@ -250,6 +250,10 @@ def _bind(instruction: Instruction) -> Step:
                 return _shuffle(mode, *operands)
             case ["redux", "sync", "add" | "min" | "max" | "and" | "or" | "xor" as how, "s32" | "u32" | "b32" as kind]:
                 return _reduce(how, kind, *operands)
+            case ["ldmatrix", "sync", "aligned", "m8n8", "x1" | "x2" | "x4" as count, *trans, "shared", "b16"]:
+                return _load_matrices(int(count[1]), _is_transposed(trans), *operands)
+            case ["stmatrix", "sync", "aligned", "m8n8", "x1" | "x2" | "x4" as count, *trans, "shared", "b16"]:
+                return _store_matrices(int(count[1]), _is_transposed(trans), *operands)
             case ["bar", "warp", "sync"]:
                 return _synchronize(*operands)
             case ["mov", "b16" | "b32" | "b64" as kind] if any(isinstance(o, Vector) for o in operands):
@@ -522,3 +526,51 @@ def _synchronize(named: Operand) -> Step:
     """9.7.13, bar.warp.sync: all lanes that the mask names are here, or it raises."""
     read = _reader(named, "u32")
     return lambda threads, mask: (_members(threads, mask, read(threads)), None)[1]
+
+
+def _is_transposed(modifiers: Sequence[str]) -> bool:
+    if tuple(modifiers) not in ((), ("trans",)):
+        raise UnknownInstruction(f"modifier .{'.'.join(modifiers)}")
+    return bool(modifiers)
+
+
+ALL_LANES = np.array([0xFFFFFFFF], np.uint32)
+
+
+def _load_matrices(count: int, transposed: bool, to: Operand, source: Operand) -> Step:
+    """9.7.14, ldmatrix: lane 8 i + r has the address of row r of matrix i, 8 elements of 16 bits; lane 4 r + c gets the
+    elements 2 c and 2 c + 1 of row r of each."""
+    writes = [_writer(part, "b32") for part in _elements(to, count)]
+    find = _addresses("shared", source)
+
+    def step(threads: _Threads, mask: Array) -> None:
+        _members(threads, mask, ALL_LANES)
+        memory, addresses = find(threads)
+        rows = memory.load(addresses, 16, mask & (threads.lane < 8 * count)).view(np.uint16)
+        matrices = rows.reshape(-1, LANES // 8, 8, 8)
+        if transposed:
+            matrices = matrices.swapaxes(2, 3)
+        for i, write in enumerate(writes):
+            write(threads, np.ascontiguousarray(matrices[:, i]).view(np.uint32).reshape(-1), mask)
+
+    return step
+
+
+def _store_matrices(count: int, transposed: bool, to: Operand, source: Operand) -> Step:
+    """9.7.14, stmatrix: as ldmatrix, the other way."""
+    reads = [_reader(part, "b32") for part in _elements(source, count)]
+    find = _addresses("shared", to)
+
+    def step(threads: _Threads, mask: Array) -> None:
+        _members(threads, mask, ALL_LANES)
+        memory, addresses = find(threads)
+        matrices = np.zeros((threads.count // LANES, LANES // 8, 8, 8), np.uint16)
+        for i, read in enumerate(reads):
+            values = np.broadcast_to(read(threads), threads.count)
+            matrices[:, i] = np.ascontiguousarray(values).view(np.uint16).reshape(-1, 8, 8)
+        if transposed:
+            matrices = matrices.swapaxes(2, 3)
+        rows = np.ascontiguousarray(matrices).reshape(threads.count, 8).view(np.uint8)
+        memory.store(addresses, rows, mask & (threads.lane < 8 * count))
+
+    return step
