@@ -68,6 +68,17 @@ def compile_matrix(session: nox.Session, triton: str) -> None:
     _compile(session, triton.replace("==", "-"), {})
 
 
+@nox.session
+@nox.parametrize("triton", ["triton", "triton==3.6.0", "triton==3.3.0"], ids=["newest", "3.6.0", "3.3.0"])
+def execute(session: nox.Session, triton: str) -> None:
+    """Under one Triton: the conformance suite on compiled code for every NVIDIA and AMD target, executed on a CPU."""
+    session.install(*CONSTRAINTS, ".[run]", triton)
+    targets = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx90a,gfx942,gfx950,gfx1100,gfx1201"
+    with TemporaryDirectory() as cache:
+        env = {"TRITON_CACHE_DIR": cache}
+        session.run("portakv", "check", "--target", targets, *session.posargs, env=env)
+
+
 @nox.session(name="compile-xpu")
 def compile_matrix_xpu(session: nox.Session) -> None:
     """Every variant for Intel GPUs. Needs Debian's libze-dev and libze1: the backend builds a parser of its own."""
@@ -82,7 +93,8 @@ def xpu(session: nox.Session) -> None:
     PIP_EXTRA_INDEX_URL must name PyTorch's index of CPU builds, unless pip finds a CPU build of torch anyway.
     """
     session.install("-r", "scripts/xpu_requirements.txt")
-    session.run("python", "scripts/xpu_execute.py", *session.posargs, env={"PYTHONPATH": "."})
+    session.run("pytest", "tests/test_executors_spirv.py", env={"PYTHONPATH": "."})
+    session.run("python", "-m", "portakv", "check", "--target", "pvc", *session.posargs, env={"PYTHONPATH": "."})
 
 
 def _pin(session: nox.Session, pin: str) -> str:
@@ -114,6 +126,13 @@ def peers(session: nox.Session) -> None:
     extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
     session.install("--no-deps", *extras["peers"])
     session.run("pytest", "tests/peers", *session.posargs, env={"CI": "true"})
+
+
+@nox.session(name="executors-oracle")
+def executors_oracle(session: nox.Session) -> None:
+    """The AMD executor's opcodes beside AMD's pseudocode, which tinygrad ships as data."""
+    session.install(*CONSTRAINTS, ".[test,triton]", "tinygrad==0.14.0")
+    session.run("pytest", "tests/oracle", *session.posargs, env={"CI": "true"})
 
 
 @nox.session(venv_backend="none")

@@ -82,8 +82,26 @@ def info(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def check(device_name: DeviceName = None, as_json: AsJson = False) -> None:
-    """Compare every kernel of a device with the reference, bit for bit, and replay captured graphs."""
+def check(
+    device_name: DeviceName = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            metavar="NAME,…",
+            help="Instead: compile for GPUs that need not be here, such as sm_90, gfx942 or pvc, and execute the code.",
+        ),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="With --target: of the row movers every so many-th variant.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="With --target: processes; by default one a core.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every kernel of a device, or its compiled code, with the reference, bit for bit, and captured graphs."""
+    if targets:
+        if device_name is not None:
+            raise typer.BadParameter("expected --device or --target, got both")
+        _check_targets(",".join(targets).split(","), every, jobs, as_json)
+        return
     with _one_line_errors():
         target = device.resolve(_kind_or_device(device_name))
     outcomes = []
@@ -92,18 +110,45 @@ def check(device_name: DeviceName = None, as_json: AsJson = False) -> None:
             conformance.check_device(target), total=len(conformance.rows(target)), description="checking"
         ):
             outcomes.append(outcome)
+    _report(outcomes, str(target), {"device": device.kind_of(target).value, "versions": _versions()}, as_json)
+
+
+def _check_targets(names: list[str], every: int, jobs: int | None, as_json: bool) -> None:
+    with _one_line_errors():
+        wanted = [compilation.Target.parse(name) for name in dict.fromkeys(names)]
+        unavailable = {one.name: why for one in wanted if (why := one.unavailable()) is not None}
+        able = [one for one in wanted if one.name not in unavailable]
+        if able:
+            # Needs Triton, as nothing else here does.
+            from portakv.conformance import compiled
+
+            unavailable |= {one.name: why for one in able if (why := compiled.unavailable(one)) is not None}
+            able = [one for one in able if one.name not in unavailable]
+        for name, why in unavailable.items():
+            _print_problem(f"{name} was not executed: {why}")
+        if not able:
+            raise typer.Exit(2)
+        with _progress() as bars:
+            bar = bars.add_task("executing", total=None)
+            outcomes = compiled.check_targets(
+                able, every, jobs, lambda done, total: bars.update(bar, completed=done, total=total)
+            )
+    versions = _versions() | {"triton": compilation.triton_version()}
+    where = (
+        f"triton {versions['triton']}'s code for {', '.join(one.name for one in able)}, executed without the hardware"
+    )
+    _report(outcomes, where, {"versions": versions, "unavailable": unavailable}, as_json)
+    if unavailable:
+        raise typer.Exit(1)
+
+
+def _report(outcomes: list[Outcome], where: str, facts: dict[str, Any], as_json: bool) -> None:
     passed = all(outcome.result != "failed" for outcome in outcomes)
     if as_json:
-        _print_json(
-            {
-                "device": device.kind_of(target).value,
-                "versions": _versions(),
-                "passed": passed,
-                "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes],
-            }
-        )
+        shown = [dataclasses.asdict(outcome) for outcome in outcomes]
+        _print_json(facts | {"passed": passed, "outcomes": shown})
     else:
-        _print_header(str(target))
+        _print_header(where)
         _out.print(_outcomes_table(outcomes))
     if not passed:
         _err.print("mismatch: a kernel differs from the reference", style="bold red")

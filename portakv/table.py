@@ -10,8 +10,8 @@ from portakv.device import DeviceKind
 from portakv.formats import FLOAT_DTYPES, Layout
 
 CUDA, HIP, XPU, CPU, OTHER = DeviceKind
-ON_GPU = "interpreted, compiled and inspected; not yet run on a GPU"
-ON_XPU = "interpreted, its SPIR-V executed on a CPU; not yet run on a GPU"
+ON_GPU = "interpreted, compiled code executed without the hardware; not yet run on a GPU"
+ON_XPU = "interpreted, compiled code (SPIR-V) executed without the hardware; not yet run on a GPU"
 ON_CPU = "executed on a CPU"
 
 

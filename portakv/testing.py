@@ -160,6 +160,11 @@ def _definition(op: str) -> Callable[..., None]:
     return found
 
 
+def repeats_a_slot(case: Case) -> bool:
+    """Whether the case's store or move names a writable slot several times."""
+    return next(_orders(case), None) is not None
+
+
 def _orders(case: Case) -> Iterator[list[int]]:
     """Orders of a store's or move's tokens that, together, have each row named for a slot as its last one; none where
     every slot is named once."""

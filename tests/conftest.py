@@ -13,6 +13,12 @@ from portakv import device as devices
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels are compiled into TRITON_CACHE_DIR, which CI shares among its steps, or away."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
 def _kinds() -> list[str]:
     return ["cpu", *filter(None, os.environ.get("PORTAKV_TEST_DEVICES", "").split(","))]
 

@@ -28,8 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+def invoke() -> Invoke:
     return lambda *args: CliRunner().invoke(cli.app, ["compile", *(str(arg) for arg in args)])
 
 

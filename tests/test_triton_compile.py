@@ -42,14 +42,6 @@ VARIANTS = list_variants(FORMATS)
 ONE_OF_EACH = tuple({(v.op, v.fmt, needs_vectors(v)): v for v in reversed(VARIANTS)}.values())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile afresh, and leave no kernel in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_op_compiles(name: str) -> None:
     """One variant of each kind; `.ci/run` has `portakv compile` do all of them."""

@@ -1,0 +1,97 @@
+"""A device's own launch functions on its compiled kernels, executed without the device on CPU tensors.
+
+kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
+testing.check("store_kv", kernel, case, torch.device("cpu"))
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+
+from portakv.compile import Target
+from portakv.conformance.executors.memory import Memory
+from portakv.formats import Variant
+from portakv.kernels import _triton
+from portakv.kernels._triton.launch import Launcher, Source, compile_source
+
+Tensor = torch.Tensor
+
+EXECUTORS = {"cuda": ("ptx", "ptx"), "hip": ("gcn", "amdgcn"), "xpu": ("spirv", "spv")}
+"""Triton's backends: the module beside this one that executes their code, and the name of the code in `asm`."""
+
+
+def load_executor(backend: str) -> tuple[ModuleType, str]:
+    """The module that executes a backend's code, and the code's name. Raises `ModuleNotFoundError`."""
+    module, code = EXECUTORS[backend]
+    if backend == "hip":
+        _leave_out_linker()
+    return importlib.import_module(f"portakv.conformance.executors.{module}"), code
+
+
+@functools.cache
+def _leave_out_linker() -> None:
+    """Have an older Triton stop at the assembly: it links with an ld.lld of ROCm's, which need not be here.
+
+    What it compiles then is no kernel for a GPU, and goes into a cache apart.
+    """
+    backend = backends["amd"].compiler
+    if hasattr(backend, "path_to_rocm_lld"):
+        backend.make_hsaco = staticmethod(lambda *_: b"")
+        backend.hash = lambda self: f"assembly-{self.target}"
+        cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        os.environ["TRITON_CACHE_DIR"] = str(Path(cache, "assembly"))
+
+
+class ExecutedKernel:
+    """Stands where `launch.Kernel` does: called with a grid, CPU tensors and the int scalars."""
+
+    def __init__(self, source: Source, target: GPUTarget, launcher: ExecutingLauncher) -> None:
+        self.rows, self.chunks = source.rows, source.chunks
+        # Before it compiles: Intel's executor tells Triton what it must leave out.
+        self._executor, code = load_executor(target.backend)
+        compiled = compile_source(source, target)
+        self._program = self._executor.parse(compiled.asm[code])
+        self._threads = compiled.metadata.num_warps * target.warp_size
+        self._shared = compiled.metadata.shared
+        self._launcher = launcher
+
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
+        args = [*(t.data_ptr() for t in tensors), *scalars]
+        # Triton adds pointers to scratch memory, which these kernels have none of.
+        args += [0] * (len(self._program.parameters) - len(args))
+        memory = Memory.of_tensors(tensors, self._launcher.races)
+        schedule = self._launcher.schedule
+        self._executor.run(self._program, args, grid, self._threads, self._shared, memory, schedule)
+
+
+class ExecutingLauncher(Launcher):
+    """The sources and tiles of the device folder that `target` is for.
+
+    `races` says that what is launched next names a slot twice, so that programs may store different bytes to it.
+    """
+
+    def __init__(self, target: Target, schedule: random.Random | None = None) -> None:
+        self.target = target.triton()
+        self.folder: ModuleType = importlib.import_module(f"portakv.kernels.{self.target.backend}")
+        super().__init__(self.target.backend, _triton.SOURCES, self.folder.TILES)
+        self.schedule = schedule
+        self.races = False
+
+    def _build(self, variant: Variant, device: torch.device) -> Any:
+        return ExecutedKernel(self.source(variant, self.target.warp_size), self.target, self)
+
+
+def bind(op: str, launcher: ExecutingLauncher) -> Callable[..., None]:
+    """The op as the launcher's device folder has it, on this launcher."""
+    return functools.partial(getattr(launcher.folder, op).func, launcher)
