@@ -369,8 +369,10 @@ def parse(text: str) -> Program:
     return Program(read_listing(text))
 
 
-def pack_arguments(program: Program, args: Sequence[float] | bytes) -> Array:
-    """The argument segment: values where the metadata puts them, zeros for what is hidden; bytes as they are."""
+def pack_arguments(
+    program: Program, args: Sequence[float] | bytes, grid: tuple[int, int, int], num_threads: int
+) -> Array:
+    """The argument segment: values where the metadata puts them, of hidden ones the grid's; bytes as they are."""
     listing = program.listing
     size = max([at + size for at, size, _ in listing.arguments] + [listing.setting("kernarg_size"), 4])
     packed = np.zeros(-(-size // 4) * 4, np.uint8)
@@ -385,6 +387,11 @@ def pack_arguments(program: Program, args: Sequence[float] | bytes) -> Array:
         else:
             raw = int(value % 2 ** (8 * width)).to_bytes(width, "little")
         packed[at : at + width] = np.frombuffer(raw, np.uint8)
+    hidden = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", grid, strict=True)}
+    hidden |= {"hidden_group_size_x": num_threads, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
+    for at, width, kind in listing.arguments:  # others, as remainders and offsets, are 0
+        if kind in hidden:
+            packed[at : at + width] = np.frombuffer(hidden[kind].to_bytes(width, "little"), np.uint8)
     return packed
 
 
@@ -402,7 +409,7 @@ def begin(
     per_group = -(-num_threads // lanes)
     x, y, z = grid
     groups = x * y * z
-    arguments = Memory([(ARGUMENTS, pack_arguments(program, args))])
+    arguments = Memory([(ARGUMENTS, pack_arguments(program, args, grid, num_threads))])
     local = Memory.of_groups(groups, max(shared_bytes, listing.setting("group_segment_fixed_size")))
     m = Waves(listing, groups * per_group, program.registers, memory, local, arguments)
     m.group = np.repeat(np.arange(groups, dtype=np.uint64), per_group)
