@@ -34,7 +34,8 @@ def transformers_oldest(session: nox.Session) -> None:
     """The cache on the oldest transformers that serves; the suite has the newest."""
     session.install("-c", _pin(session, "transformers==5.19.0"), ".[test]")
     tests = (f"tests/test_{name}.py" for name in ("transformers", "transformers_failures", "layers_from_config"))
-    session.run("pytest", *tests, *session.posargs, env={"CI": "true"})
+    # Cohere Compass cannot be built there from a small config.
+    session.run("pytest", *tests, "-k", "not cohere_compass", *session.posargs, env={"CI": "true"})
 
 
 @nox.session

@@ -5,6 +5,7 @@ Needs transformers, which is imported when a function needs it.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,8 @@ def _torch_threads(count: int | None) -> Iterator[None]:
 
 
 def _generate(subject: Subject, cache: Any, new_tokens: int, on_token: OnToken) -> _Run:
+    names = inspect.signature(subject.model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"  # as older versions of transformers call it
     clock = _Clock(on_token)
     out = subject.model.generate(
         subject.input_ids,
@@ -253,11 +256,11 @@ def _generate(subject: Subject, cache: Any, new_tokens: int, on_token: OnToken) 
         return_dict_in_generate=True,
         output_logits=True,
         streamer=clock,
-        **({} if cache is None else {"cache": cache}),
+        **({} if cache is None else {name: cache}),
     )
     steps = [after - before for before, after in zip(clock.times[1:], clock.times[2:], strict=False)]
     tokens = out.sequences[:, subject.input_ids.shape[1] :]
-    return _Run(tokens, torch.stack(out.logits).float(), out.cache, statistics.median(steps))
+    return _Run(tokens, torch.stack(out.logits).float(), out[name], statistics.median(steps))
 
 
 def _cache_bytes(cache: Any) -> int:
