@@ -697,6 +697,22 @@ def test_permutes_between_lanes() -> None:
     assert m.v[1, 0].tolist() == [*range(32, 64), *range(132, 164)]
 
 
+SWIZZLES = {
+    "SWAP,16": lambda i: i ^ 16,
+    "REVERSE,8": lambda i: i ^ 7,
+    "BROADCAST,4,1": lambda i: i - i % 4 + 1,
+    "QUAD_PERM,3,0,1,2": lambda i: i - i % 4 + (3, 0, 1, 2)[i % 4],
+    'BITMASK_PERM,"01pip"': lambda i: i & 0b100000 | 0b01000 | i & 0b101 | ~i & 0b10,
+}
+
+
+@pytest.mark.parametrize("pattern", SWIZZLES)
+def test_swizzle(pattern: str) -> None:
+    m = probe([f"ds_swizzle_b32 v1, v0 offset:swizzle({pattern})"], vectors={0: LANE + 5}, exec_mask=M64 ^ 1)
+    sources = [SWIZZLES[pattern](i) for i in range(64)]
+    assert m.v[1, 0, 1:].tolist() == [source + 5 if source else 0 for source in sources[1:]]
+
+
 def test_every_lane_instruction_is_tested() -> None:
     text = Path(__file__).read_text()
     assert not [name for name in LANES if name not in text]

@@ -171,8 +171,8 @@ FLAGS = frozenset(
 
 
 def _split(text: str) -> list[str]:
-    """At commas and spaces, outside brackets."""
-    return [word for word in re.split(r"[ ,\t]+(?![^\[]*\])", text) if word]
+    """At commas and spaces, outside brackets and parentheses."""
+    return [word for word in re.split(r"[ ,\t]+(?![^\[]*\])(?![^(]*\))", text) if word]
 
 
 def parse_operand(word: str, line: str = "") -> Operand:

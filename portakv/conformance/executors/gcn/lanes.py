@@ -6,6 +6,7 @@ Descriptions: DPP and SDWA in the chapters "Data Parallel Processing" and "Sub-D
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -293,6 +294,42 @@ def _pull(i: Instruction) -> Step:
     return step
 
 
+def swizzle_sources(text: str) -> Array:
+    """The lane that each lane of a group of 32 reads, from LLVM's `swizzle(MODE,…)`."""
+    found = re.fullmatch(r"swizzle\((\w+),(.+)\)", text)
+    if found is None:
+        raise UnknownInstruction(f"offset:{text}")
+    mode, values = found[1], found[2].replace('"', "").split(",")
+    lane = np.arange(32)
+    if mode == "BITMASK_PERM":  # of each bit, the highest first: 0, 1, p(reserved) or i(nverted)
+        bits = [(lane >> 4 - n & 1, letter) for n, letter in enumerate(values[0])]
+        choices = [
+            {"0": 0 * bit, "1": 0 * bit + 1, "p": bit, "i": 1 - bit}[letter] << 4 - n
+            for n, (bit, letter) in enumerate(bits)
+        ]
+        return np.asarray(sum(choices))
+    numbers = [int(x, 0) for x in values]
+    if mode == "QUAD_PERM":
+        return np.asarray(lane - lane % 4 + np.array(numbers)[lane % 4])
+    if mode == "BROADCAST":
+        return np.asarray(lane - lane % numbers[0] + numbers[1])
+    return np.asarray(lane ^ {"SWAP": numbers[0], "REVERSE": numbers[0] - 1}[mode])
+
+
+def _swizzle(i: Instruction) -> Step:
+    """`ds_swizzle_b32`: lanes change places within groups of 32 in a pattern; an inactive lane gives 0."""
+    target, data = i.operands
+    within = swizzle_sources(i.modifiers.get("offset", ""))
+    value, write = read_vector(data, "u32"), write_vector(target, "u32", True)
+
+    def step(m: Waves) -> None:
+        lane = np.arange(m.lanes)
+        given = value(m) if m.active is None else np.where(m.active, value(m), np.uint32(0))
+        write(m, given[:, lane - lane % 32 + within[lane % 32]], m.active)
+
+    return step
+
+
 LANES: dict[str, Maker] = {
     "v_readfirstlane_b32": _read_first_lane,
     "v_readlane_b32": _read_lane,
@@ -305,6 +342,7 @@ LANES: dict[str, Maker] = {
     "v_permlane32_swap_b32": _swap_rows(32),
     "ds_permute_b32": _push,
     "ds_bpermute_b32": _pull,
+    "ds_swizzle_b32": _swizzle,
 }
 
 MODIFIERS: dict[str, set[str]] = {
@@ -312,4 +350,5 @@ MODIFIERS: dict[str, set[str]] = {
     "v_permlanex16_b32": {"op_sel"},
     "ds_permute_b32": {"offset"},
     "ds_bpermute_b32": {"offset"},
+    "ds_swizzle_b32": {"offset"},
 }
