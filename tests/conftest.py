@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Kernels are compiled into TRITON_CACHE_DIR, which CI shares among its steps, or away."""
+    """Kernels go into TRITON_CACHE_DIR, which CI shares among its steps, or away: not into the user's cache."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
 
 
