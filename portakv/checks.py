@@ -126,34 +126,40 @@ def check_rows(
     dtypes: Collection[torch.dtype],
     device: torch.device,
     mixed: bool = False,
+    batched: bool = False,
 ) -> None:
-    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take; `mixed`: of two dtypes."""
+    """Raise for K rows, V rows or slots that a store or a gather of `layer` cannot take.
+
+    With `mixed` K and V may be of two dtypes, with `batched` rows of a batch, `[B, S, H, D]`.
+    """
     for name, x in ((names[0], k), (names[1], v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    n = loc.shape[0]
+    lead: tuple[int, ...] = (loc.shape[0],)
     try:
+        if batched and k.dim() == 4 and k.shape[0] * k.shape[1] == lead[0]:
+            lead = tuple(k.shape[:2])
         if (
-            k.shape == (n, *layer.k_tail)
-            and v.shape == (n, *layer.v_tail)
+            k.shape == (*lead, *layer.k_tail)
+            and v.shape == (*lead, *layer.v_tail)
             and k.dtype in dtypes
             and (v.dtype is k.dtype or (mixed and v.dtype in dtypes))
             and k.device == v.device == loc.device == device
-            and (k.is_contiguous() or k.stride(2) == 1)
-            and (v.is_contiguous() or v.stride(2) == 1)
+            and (k.is_contiguous() or k.stride(-1) == 1)
+            and (v.is_contiguous() or v.stride(-1) == 1)
         ):
             return
     except RuntimeError:  # of a nested tensor, which has no shape
         pass
     for name, x, tail in ((names[0], k, layer.k_tail), (names[1], v, layer.v_tail)):
         require_plain(name, x)
-        if x.shape != (n, *tail):
-            raise ValueError(f"{name}: expected shape {(n, *tail)}, got {tuple(x.shape)}")
+        if x.shape != (*lead, *tail):
+            raise ValueError(f"{name}: expected shape {(*lead, *tail)}, got {tuple(x.shape)}")
         if x.dtype not in dtypes:
             raise TypeError(f"{name}: expected a dtype of {sorted(map(str, dtypes))}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
-        if not x.is_contiguous() and x.stride(2) != 1:
+        if not x.is_contiguous() and x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a dense last axis, got strides {x.stride()}")
     if k.dtype != v.dtype and not mixed:
         raise TypeError(f"{names[1]}: expected {k.dtype} as {names[0]}, got {v.dtype}")

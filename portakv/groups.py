@@ -44,6 +44,7 @@ class Layer:
     store_checks: bool  # both stores refuse by themselves what they cannot take
     store_rope: Callable[..., None] | None  # None where the layout takes no rope
     gather: Callable[..., None]
+    gathers_batches: bool
     traced_store: Callable[..., None]  # what a tracer sees instead
     traced_store_rope: Callable[..., None] | None
     traced_gather: Callable[..., None]
@@ -109,6 +110,7 @@ class LayerGroup:
             store_checks=self.store_checks,
             store_rope=self.kernels.get(f"store_kv_rope{fmt.family}"),
             gather=self.kernels[f"gather_kv{fmt.family}"],
+            gathers_batches=self.store_checks and not fmt.family,
             traced_store=self.traced[f"store_kv{fmt.family}"],
             traced_store_rope=self.traced.get(f"store_kv_rope{fmt.family}"),
             traced_gather=self.traced[f"gather_kv{fmt.family}"],

@@ -336,7 +336,8 @@ class HybridKVPool:
         v_out: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Copy the layer's rows at `locations` to `k_out [T, H, D]` and `v_out [T, H, Dv]`.
+        """Copy the layer's rows at `locations` to `k_out [T, H, D]` and `v_out [T, H, Dv]`, or to `[B, S, H, D]` and
+        `[B, S, H, Dv]`, the rows of B sequences one after another.
 
         Outputs may have any strides with a dense last axis; without them, zeroed ones of `dtype` are made. `dtype`
         defaults to the storage dtype, and any other float dtype is read by value, times the scale where the pool is
@@ -353,7 +354,8 @@ class HybridKVPool:
             made = k_out.dtype if isinstance(k_out, Tensor) and k_out.dtype in layer.sources else made
             v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=made, device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
-        checks.check_rows(("k_out", "v_out", "locations"), layer, loc, k_out, v_out, dtypes, self.device, mixed=True)
+        names, kinds = ("k_out", "v_out", "locations"), {"mixed": True, "batched": True}
+        checks.check_rows(names, layer, loc, k_out, v_out, dtypes, self.device, **kinds)
         checks.check_outputs(k_out, v_out)
         if k_out.dtype is not v_out.dtype:  # kernels write one dtype: once for each, beside what nobody reads
             self.gather_kv(layer_id, locations, k_out, torch.empty_like(v_out, dtype=k_out.dtype))
@@ -361,6 +363,14 @@ class HybridKVPool:
             return k_out, v_out
         if self._checking():
             checks.check_range("locations", loc, layer.num_rows)
+        if k_out.dim() == 4 and (not layer.gathers_batches or ops.tracing()):
+            # Kernels that know no batches get rows of their own where the batch's do not lie evenly.
+            k_rows, v_rows = k_out.flatten(0, 1), v_out.flatten(0, 1)
+            self.gather_kv(layer_id, locations, k_rows, v_rows, dtype)
+            for x, rows in ((k_out, k_rows), (v_out, v_rows)):
+                if x.data_ptr() != rows.data_ptr():
+                    x.copy_(rows.view(x.shape))
+            return k_out, v_out
         (layer.traced_gather if ops.tracing() else layer.gather)(
             *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale, self._faults, layer.fmt)
         )

@@ -647,3 +647,29 @@ def test_a_window_needs_a_side() -> None:
         HybridKVPool([FULL, SWA], size=64, swa_window=8, device="cpu")
     with pytest.raises(ValueError, match="swa_window: expected None without swa_ratio, got 8"):
         HybridKVPool.fit([FULL, SWA], 100_000, swa_window=8, device="cpu")
+
+
+@pytest.mark.parametrize("kernels", [None, {"gather_kv": "reference"}], ids=["chosen", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["float", "fp8"])
+def test_rows_of_a_batch_are_gathered_where_heads_lie_together(
+    device: torch.device, dtype: torch.dtype, kernels: dict[str, str] | None
+) -> None:
+    layers = [LayerSpec(None, 3, 16, 24), LayerSpec(8, 3, 16, 24)]
+    pool = HybridKVPool(layers, size=64, swa_size=64, dtype=dtype, device=device, kernels=kernels)
+    write_loc = pool.plan_write(pool.allocator.alloc(12))
+    for layer in range(2):
+        k, v = (torch.randn(12, 3, dim, device=device) for dim in (16, 24))
+        pool.set_kv_buffer(layer, write_loc, k, v)
+        want = pool.gather_kv(layer, write_loc, dtype=torch.float32)
+        for batch in (1, 3, 12):
+            out = [torch.empty(batch, 3, 12 // batch, dim, device=device) for dim in (16, 24)]
+            pool.gather_kv(layer, write_loc, *(x.transpose(1, 2) for x in out))
+            for x, rows in zip(out, want, strict=True):
+                assert torch.equal(x.transpose(1, 2).reshape(rows.shape), rows)
+                assert torch.equal(x.view(batch * 3, -1, x.shape[3])[-1], rows[-(12 // batch) :, 2])
+        for shapes in (((4, 4), (4, 4)), ((3, 4), (4, 3))):
+            outs = [torch.empty(*lead, 3, dim, device=device) for lead, dim in zip(shapes, (16, 24), strict=True)]
+            with pytest.raises(ValueError, match="out: expected shape"):
+                pool.gather_kv(layer, write_loc, *outs)
+        with pytest.raises(ValueError, match="k: expected shape"):
+            pool.set_kv_buffer(layer, write_loc, k.view(3, 4, 3, 16), v.view(3, 4, 3, 24))

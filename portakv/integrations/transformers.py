@@ -202,7 +202,7 @@ class _Forward(NamedTuple):
     past: int  # tokens before it
     missing: frozenset[int]  # the layers that have not written it
     write: KVWriteLoc
-    reads: dict[int | None, list[KVWriteLoc]]  # of a window, row by row
+    reads: dict[int | None, KVWriteLoc]  # of a window, row after row
 
 
 class _State(NamedTuple):
@@ -299,12 +299,10 @@ class _Batch:
         reads = {window: self._plan_read(slots[:, _first_visible(past, window) : length], window) for window in windows}
         return state._replace(slots=slots, length=length), _Forward(past, self.stored, write, reads)
 
-    def _plan_read(self, slots: Ints, window: int | None) -> list[KVWriteLoc]:
-        """What layers of `window` read, by row, translated if they need it."""
+    def _plan_read(self, slots: Ints, window: int | None) -> KVWriteLoc:
+        """What layers of `window` read, translated if they need it."""
         flat = torch.from_numpy(slots.flatten())
-        read = KVWriteLoc(devices.upload(flat, self.pool.device)) if window is None else self.pool.plan_write(flat)
-        width = slots.shape[1]
-        return [read[i * width : (i + 1) * width] for i in range(slots.shape[0])]
+        return KVWriteLoc(devices.upload(flat, self.pool.device)) if window is None else self.pool.plan_write(flat)
 
     def _write(self, state: _State, forward: _Forward, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's K and V, read what its attention asks for, and publish that the layer has been here."""
@@ -315,11 +313,10 @@ class _Batch:
         pool = self.pool
         pool.set_kv_buffer(layer_id, forward.write, _token_rows(k), _token_rows(v))
         if forward.past or not k.dtype is v.dtype is pool.dtype:  # otherwise they are all there is, as it was stored
-            reads = forward.reads[pool.layers[layer_id].window]
-            # Row by row into heads that lie together: attention may view what it gets as [B * H, S, D].
-            k, v = (x.new_empty((batch, heads, len(reads[0]), x.shape[3])) for x in (k, v))
-            for read, k_row, v_row in zip(reads, k.transpose(1, 2), v.transpose(1, 2), strict=True):
-                pool.gather_kv(layer_id, read, k_row, v_row)
+            read = forward.reads[pool.layers[layer_id].window]
+            # Heads of a row lie together: attention may view what it gets as [B * H, S, D].
+            k, v = (x.new_empty((batch, heads, len(read) // batch, x.shape[3])) for x in (k, v))
+            pool.gather_kv(layer_id, read, k.transpose(1, 2), v.transpose(1, 2))
         missing = forward.missing - {layer_id}
         self.state = state._replace(forward=forward._replace(missing=missing) if missing else None)
         return k, v
