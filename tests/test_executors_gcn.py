@@ -854,6 +854,8 @@ def test_scalar_loads_buffers_and_atomics() -> None:
     data = np.arange(64, dtype=np.uint32)
     base, memory = of(data)
     pair = {2: np.array([base & M32]), 3: np.array([base >> 32])}
+    m = probe(["v_mov_b32_e32 v1, 0", "global_load_dword v2, v1, s[0:1]"])  # of the arguments: a word of nothing here
+    assert m.v[2, 0, 0] == 0
     m = probe(
         ["s_load_dwordx4 s[8:11], s[2:3], 0x10", "s_load_b64 s[12:13], s[2:3], s20 offset:0x8"],
         "gfx942",
@@ -899,6 +901,7 @@ def test_local_memory_belongs_to_a_work_group_and_barriers_order_it() -> None:
         "ds_read2_b32 v[6:7], v5 offset0:1 offset1:3",
         "ds_load_2addr_stride64_b32 v[12:13], v5 offset1:1",
         "ds_read_b64 v[14:15], v5 offset:8",
+        "ds_read_b64 v[18:19], v5 offset:10",
         "ds_store_b8 v2, v4",
         "ds_load_u8 v16, v2",
         "ds_write2_b64 v5, v[6:7], v[6:7] offset0:2 offset1:4",
@@ -911,6 +914,7 @@ def test_local_memory_belongs_to_a_work_group_and_barriers_order_it() -> None:
     assert m.v[4].reshape(2, 128).tolist() == [[1000 * g + (i ^ 127) for i in range(128)] for g in range(2)]
     assert m.v[6:12, 2, 0].tolist() == [1001, 1003, 1000, 1001, 1002, 1003]
     assert m.v[12:16, 2, 0].tolist() == [1000, 1064, 1002, 1003]
+    assert m.v[18:20, 2, 0].tolist() == [1003 << 16, 1004 << 16]
     assert (m.v[16] == m.v[4] & 0xFF).all()
     with pytest.raises(MissingLanes, match="barrier"):
         branch = ["s_cmp_eq_u32 s2, 0", "s_cbranch_scc0 .LBB0_1", "s_barrier", ".LBB0_1:"]
@@ -1017,6 +1021,9 @@ def test_a_kernel_finds_its_arguments_and_work_group() -> None:
     assert program.parameters == (8, 4)
     gcn.run(program, [base, -5], (3, 1, 1), 64, 0, memory, random.Random(0))
     assert data.tolist() == [-5, -5, -5]
+    hidden = KERNEL.replace("        .value_kind:     by_value\n", "        .value_kind:     hidden_group_size_x\n")
+    gcn.run(gcn.parse(hidden.format(offset="0x0")), [base], (3, 1, 1), 64, 0, memory)
+    assert data.tolist() == [64, 64, 64]
     with pytest.raises(ValueError, match="args: expected 2 values, got 1"):
         gcn.run(program, [base], (3, 1, 1), 64, 0, memory)
     with pytest.raises(ExecutionError, match="preload"):

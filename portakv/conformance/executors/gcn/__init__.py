@@ -4,8 +4,9 @@
     gcn.run(program, [t.data_ptr(), 5, 0, 0], (4, 1, 1), 256, 0, Memory.of_tensors([t]))
 
 All waves of a grid are numpy arrays. `assembly` reads the text, `waves` holds the registers, `arithmetic` says what an
-opcode computes, `lanes` and `accesses` those that read other lanes and memory, `machine` runs them. What is unknown
-raises `UnknownInstruction`. An assembler's encodings, the order of memory accesses and missing waits are not seen.
+opcode computes, `lanes` and `accesses` those that read other lanes and memory; `steps` makes functions of instructions,
+`machine` runs them. What is unknown raises `UnknownInstruction`. An assembler's encodings, the order of memory accesses
+and missing waits are not seen.
 """
 
 from portakv.conformance.executors.gcn.machine import Program, parse, run

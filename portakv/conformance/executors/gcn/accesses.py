@@ -111,7 +111,8 @@ class _Address:
     """Addresses of an access, and the lanes that make one."""
 
     def __init__(self, i: Instruction, space: str, operands: tuple[Operand, ...]) -> None:
-        self.align = {"ds": 16}.get(space, 4)
+        # LLVM reads local memory and arguments at any alignment: the runtime turns `unaligned-access-mode` on.
+        self.align = 1 if space == "ds" else 4
         self._offset = np.uint64(_offset(i) % 2**64)
         self._space = space
         if space == "buffer":
@@ -139,6 +140,15 @@ class _Address:
 
     def memory(self, m: Waves) -> Memory:
         return m.local if self._space == "ds" else m.memory
+
+    def load(self, m: Waves, at: Array, size: int, mask: Array | None, align: int) -> Array:
+        """Also from the kernel's arguments, of which vector loads read some that are hidden."""
+        arguments = at >= np.uint64(ARGUMENTS)
+        if self._space in ("ds", "buffer") or not arguments.any():
+            return self.memory(m).load(at, size, mask, align)
+        mask = np.ones(len(at), bool) if mask is None else mask
+        hidden = m.arguments.load(at, size, mask & arguments, align=1)
+        return hidden | self.memory(m).load(at, size, mask & ~arguments, align)
 
     def find(self, m: Waves, size: int) -> tuple[Array, Array | None]:
         """`[waves · lanes]` addresses, and the mask."""
@@ -183,7 +193,7 @@ def _load(i: Instruction, space: str, size: int, kind: str, half: str) -> Step:
 
     def step(m: Waves) -> None:
         at, mask = address.find(m, size)
-        loaded = address.memory(m).load(at, size, mask, align).reshape(m.size, m.lanes, size)
+        loaded = address.load(m, at, size, mask, align).reshape(m.size, m.lanes, size)
         if size >= 4:
             words = loaded.view("<u4")
             for n in range(count):
@@ -240,12 +250,12 @@ def _access_two(i: Instruction, loads: bool, far: bool, size: int) -> Step:
         for offset, index in zip(offsets, first, strict=True):
             at = _flat(m, base + offset)
             if loads:
-                loaded = m.local.load(at, size, mask).reshape(m.size, m.lanes, size).view("<u4")
+                loaded = m.local.load(at, size, mask, align=1).reshape(m.size, m.lanes, size).view("<u4")
                 for n in range(words):
                     m.put(index + n, loaded[:, :, n], m.active)
             else:
                 values = np.stack([m.v[index + n][m.at].ravel() for n in range(words)], axis=1)
-                m.local.store(at, values.view(np.uint8), mask)
+                m.local.store(at, values.view(np.uint8), mask, align=1)
 
     return step
 

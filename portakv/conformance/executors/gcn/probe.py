@@ -40,7 +40,7 @@ def probe(
         exec_mask: a bit for each active lane.
     """
     lanes = 64 if arch.startswith("gfx9") else 32
-    directives = "\t.amdhsa_wavefront_size32 1" if lanes == 32 else ""
+    directives = "\t.amdhsa_user_sgpr_kernarg_segment_ptr 1\n" + "\t.amdhsa_wavefront_size32 1" * (lanes == 32)
     program = parse(_FRAME.format(arch=arch, lines="\n".join(lines), directives=directives))
     program.registers = max(program.registers, 1 + max(vectors or (0,)))
     memory = memory or Memory(())
