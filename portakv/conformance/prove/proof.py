@@ -1,0 +1,169 @@
+"""Proofs about one compiled kernel: every access inside its tensor, no address that overflows, no byte written twice.
+
+Each is a question to z3 whether a launch exists that breaks it. No answer in time counts as one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import z3
+
+from portakv.conformance.prove import ttir
+from portakv.conformance.prove.launches import LAUNCHES, Case, Launch, cases
+from portakv.conformance.prove.terms import Condition, Sum, Terms, both, negate
+from portakv.conformance.prove.threads import Access, Program, Thread, Touch, UnknownOp
+from portakv.formats import Variant
+
+SECONDS = 20
+"""That z3 has for one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was to be proved; `problem` says why it is not."""
+
+    what: str
+    problem: str | None = None
+
+
+def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
+    """Everything about the kernel whose TTIR is `text`. Raises `UnknownOp` for an op that has no meaning here."""
+    program = Program(ttir.parse(text), arguments)
+    if variant.op not in LAUNCHES:
+        raise UnknownOp(f"{variant.op}: expected an op whose launch is declared, one of {sorted(LAUNCHES)}")
+    findings: list[Finding] = []
+    unreached = set(program.accesses)
+    for case in cases(variant.op, variant.fmt and variant.fmt.layout):
+        proof = CaseProof(program, variant, constants, case)
+        findings += proof.findings()
+        unreached -= proof.reached
+    findings += [Finding(f"{_name(x)} happens", "no launch makes it: nothing is shown of it") for x in unreached]
+    return findings
+
+
+def _name(access: Access) -> str:
+    return f"{access.kind} {access.index} ({access.op.operands[0]})"
+
+
+class CaseProof:
+    """One form of a launch."""
+
+    def __init__(self, program: Program, variant: Variant, constants: Mapping[str, Any], case: Case) -> None:
+        self.program, self.case = program, case
+        self.terms = Terms()
+        self.launch = Launch(self.terms, variant, constants, case)
+        LAUNCHES[variant.op](self.launch)
+        self.reached: set[Access] = set()
+        self.one = self._thread("a")
+        self.touches = [self.one.touch(access) for access in program.accesses]
+
+    def _thread(self, name: str) -> Thread:
+        return Thread(self.program, self.terms, name, self.launch.scalars, self.launch.programs)
+
+    def findings(self) -> Iterator[Finding]:
+        solver = self._solver()
+        yield self._finding("a launch exists", self._ask(solver, True, wanted=z3.sat))
+        for owed in self.one.owed:
+            yield self._finding("a sum does not overflow", self._ask(solver, negate(owed)))
+        for touch in self.touches:
+            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(solver, touch))
+            if self._ask(solver, touch.when, wanted=z3.sat) is None:
+                self.reached.add(touch.access)
+        yield from self._once()
+
+    def _finding(self, what: str, problem: str | None) -> Finding:
+        form = ", ".join(self.case.values())
+        return Finding(f"{form}: {what}" if form else what, problem)
+
+    def _solver(self, *more: Condition, twins: Mapping[str, str] | None = None) -> Any:
+        solver = z3.Solver()
+        solver.set("timeout", SECONDS * 1000)
+        facts = [x.holds for x in self.launch.assumed] + self.terms.facts + self.terms.laws(twins) + list(more)
+        solver.add(*(x for x in facts if x is not True))
+        return solver
+
+    def _ask(self, solver: Any, condition: Condition, wanted: Any = z3.unsat) -> str | None:
+        """None if z3 answers as wanted, else what it says."""
+        solver.push()
+        if condition is not True:
+            solver.add(condition)
+        answer = solver.check()
+        problem = None
+        if answer == z3.sat and wanted == z3.unsat:
+            model = solver.model()
+            problem = "refuted: " + ", ".join(
+                f"{x} = {model[x]}" for x in sorted(model.decls(), key=str) if x.arity() == 0 and "." not in str(x)
+            )
+        elif answer != wanted:
+            problem = "no such launch" if answer == z3.unsat else f"not decided in {SECONDS} s"
+        solver.pop()
+        return problem
+
+    def _inside(self, solver: Any, touch: Touch) -> str | None:
+        pointer = touch.pointer
+        size = self.launch.tensors[pointer.tensor]
+        inside = both(
+            pointer.ok,
+            self.terms.at_least(pointer.offset, 0),
+            self.terms.at_least(size, pointer.offset + pointer.size),
+        )
+        if touch.sound is True and inside is True:
+            return None
+        return self._ask(solver, z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
+
+    # No byte twice.
+
+    def _once(self) -> Iterator[Finding]:
+        stores = [touch for touch in self.touches if touch.access.kind == "store"]
+        if not stores:
+            return
+        other = self._thread("b")
+        others = [other.touch(touch.access) for touch in stores]
+        different = self._different(other)
+        shared = [self._distinct(other), *(x.holds for x in self.launch.apart)]
+        solver = self._solver(*shared)
+        for i, a in enumerate(stores):
+            for j, b in enumerate(others):
+                if a.pointer.tensor == b.pointer.tensor and i <= j:
+                    clash = both(a.when, b.when, self._overlap(a, b), different if i == j else True)
+                    what = f"{_name(a.access)} and {_name(b.access)} of two lanes write different bytes"
+                    yield self._finding(what, self._ask(solver, clash))
+        for view in self.launch.views:
+            solver = self._solver(*shared, *(x.holds for x in view.relations), twins=view.twins)
+            for a in stores:
+                for b in others:
+                    if (a.pointer.tensor[0], b.pointer.tensor[0]) == ("k", "v"):
+                        clash = both(a.when, b.when, self._overlap(a, b, view.apart))
+                        what = f"{view.name}: {_name(a.access)} and {_name(b.access)} write different bytes"
+                        yield self._finding(what, self._ask(solver, clash))
+
+    def _overlap(self, a: Touch, b: Touch, apart: Sum | int = 0) -> Condition:
+        """Whether two accesses share a byte, if b's tensor begins `apart` bytes after a's."""
+        from_a, from_b = a.pointer.offset, b.pointer.offset + apart
+        return both(
+            self.terms.less(from_a, from_b + b.pointer.size), self.terms.less(from_b, from_a + a.pointer.size)
+        )
+
+    def _different(self, other: Thread) -> Condition:
+        """That the two threads are not one: they differ in a program, a lane or an iteration."""
+        apart = [negate(self.terms.equal(x, other.variables[what])) for what, x in self.one.variables.items()
+                 if what in other.variables]
+        return z3.Or(*apart)
+
+    def _distinct(self, other: Thread) -> Condition:
+        """That different elements of slot tensors name different slots, where these are live."""
+        out: list[Condition] = []
+        for tensor, (low, high) in self.launch.distinct.items():
+            for x in self.one.reads.get(tensor, ()):
+                for y in other.reads.get(tensor, ()):
+                    same = self.terms.equal(x.offset, y.offset)
+                    dead = [negate(self.terms.at_least(x.value, low)), negate(self.terms.less(x.value, high))]
+                    out.append(z3.Or(_z(same), negate(self.terms.equal(x.value, y.value)), *dead))
+        return both(*out)
+
+
+def _z(condition: Condition) -> Condition:
+    return z3.BoolVal(True) if condition is True else condition
