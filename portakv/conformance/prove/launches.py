@@ -45,6 +45,7 @@ class View:
     """How K's and V's caches may share memory: V's first byte lies `apart` bytes after K's, if `relations` hold."""
 
     name: str
+    tensors: tuple[str, str]
     apart: Sum
     relations: tuple[Relation, ...]
     twins: Mapping[str, str]  # V's strides that are K's, by name
@@ -54,9 +55,9 @@ class View:
 class Launch:
     """One launch, any of those that a variant's kernel can be given.
 
-    `tensors` are their bytes; `assumed` holds always. `apart` is what only "no byte is written twice" needs: how
-    elements of one tensor lie. `distinct` are slot tensors, and the slots of them that are live: no two of those are
-    the same.
+    `tensors` are their bytes; `assumed` holds always. What only "no byte is written twice" needs: `apart`, that no two
+    elements of a tensor share a byte; `distinct`, slot tensors and the bounds of their live slots, no two of which are
+    the same; `views`, how K and V may lie in one buffer.
     """
 
     terms: Terms
@@ -67,10 +68,9 @@ class Launch:
     tensors: dict[str, Sum] = field(default_factory=dict)
     programs: list[Sum] = field(default_factory=lambda: [number(1)] * 3)
     assumed: list[Relation] = field(default_factory=list)
-    apart: list[Relation] = field(default_factory=list)
+    apart: dict[str, Relation] = field(default_factory=dict)
     views: list[View] = field(default_factory=list)
     distinct: dict[str, tuple[Sum, Sum]] = field(default_factory=dict)
-    reserved: dict[str, Callable[[], Sum]] = field(default_factory=dict)
 
     # Numbers.
 
@@ -131,9 +131,8 @@ class Launch:
         self.tensor(name, item, [(count, self.stride(stride, item))])
         if live is not None:
             self.distinct[name] = live
-            self.apart.append(
-                Relation(_z(self.terms.at_least(self.scalars[stride], 1)), "slots are distinct, so not expanded")
-            )
+            own = _z(self.terms.at_least(self.scalars[stride], 1))
+            self.apart[name] = Relation(own, "slots are distinct, so not expanded")
 
     def faults(self) -> None:
         self.tensors["faults"] = number(8 * len(FAULT_KINDS))  # HybridKVPool allocates one int64 a kind
@@ -166,7 +165,7 @@ class Launch:
         self.tensor(name, item, axes, dim)
         if out:
             apart = self.elements_apart(item, axes, dim)
-            self.apart.append(Relation(apart, "gather_kv: check_outputs refuses outputs that overlap themselves"))
+            self.apart[name] = Relation(apart, "gather_kv: check_outputs refuses outputs that overlap themselves")
 
     def caches(self, dims: Mapping[str, tuple[str, int]], item: int, heads: int, layers: Sum | None = None) -> Sum:
         """The caches of K and V, `{tensor: (prefix of its strides, dim)}`; returns the number of slots.
@@ -185,14 +184,14 @@ class Launch:
         lies: dict[str, list[tuple[Sum, Sum]]] = {}
         for name, (prefix, dim) in dims.items():
             multiple = VECTOR_BYTES if self.constants["ALIGNED"] or "BLOCKS" in self.constants else 1
-            if "BLOCKS" in self.constants and dim < VECTOR_BYTES:
-                multiple = 8  # V4's scales: KVFormat.raw has eight bytes of them a token
+            # In V4's pages a token has eight bytes of scales (KVFormat.raw).
+            of_slot = min(multiple, dim) if paged and "BLOCKS" in self.constants else multiple
             axes: list[tuple[Sum, Sum]] = []
             if layers is not None:
                 axes.append((layers, self.stride(f"{prefix}_layer", item, multiple)))
             if paged:
                 axes.append((pages, self.stride(f"{prefix}_page", item, multiple)))
-                axes.append((page, self.stride(f"{prefix}_slot", item, multiple)))
+                axes.append((page, self.stride(f"{prefix}_slot", item, of_slot)))
             else:
                 self.scalars[f"{prefix}_page"] = number(0)
                 axes.append((slots, self.stride(f"{prefix}_slot", item, multiple)))
@@ -201,7 +200,7 @@ class Launch:
                 axes.append((number(heads), self.stride(head, item, multiple)))
             self.tensor(name, item, axes, dim)
             apart = self.elements_apart(item, axes, dim, outer=int(layers is not None))
-            self.apart.append(Relation(apart, "KVFormat.caches: no two elements of a cache share a byte"))
+            self.apart[name] = Relation(apart, "KVFormat.caches: no two elements of a cache share a byte")
             lies[name] = axes
         self._share(dims, lies, item, paged, layers is not None)
         return slots
@@ -231,13 +230,15 @@ class Launch:
             twins = {}
             for (_, a), (_, b) in zip(lies[k][:inner], lies[v][:inner], strict=True):
                 (mine, n), (theirs, m) = *a.factors.items(), *b.factors.items()
-                if n == m:
-                    twins[theirs] = mine
+                if n != m:
+                    break  # V4: a token's parts have strides of their own, and lie in one page, not in one row
+                twins[theirs] = mine
                 relations.append(_z(self.terms.equal(a, b)))
-            relations.append(self._nested(lies[k][:inner], apart + spans[1]))
-            says = "KVFormat.caches: K and V are the parts of each row or page"
-            held = tuple(Relation(_z(x), says) for x in relations)
-            self.views.append(View(name, item * apart, held, twins))
+            else:
+                relations.append(self._nested(lies[k][:inner], apart + spans[1]))
+                says = "KVFormat.caches: K and V are the parts of each row or page"
+                held = tuple(Relation(_z(x), says) for x in relations)
+                self.views.append(View(name, (k, v), item * apart, held, twins))
 
     def _nested(self, axes: Sequence[tuple[Sum, Sum]], span: Sum) -> Condition:
         """That the items of `span` which `axes` count do not overlap, the last axis inside the others."""
@@ -369,7 +370,7 @@ def translate_loc(x: Launch) -> None:
         stride = x.stride("loc_out_stride" if name == "loc_out" else f"{name.removesuffix('_out')}_stride", item)
         x.tensor(name, item, [(length, stride)])
         x.assume(x.terms.at_least(longest, length), "launch: the grid covers the longest output")
-        x.apart.append(Relation(_z(x.terms.at_least(stride, 1)), "KVWriteLoc, GraphWriteLoc: outputs of their own"))
+        x.apart[name] = Relation(_z(x.terms.at_least(stride, 1)), "KVWriteLoc, GraphWriteLoc: outputs of their own")
     x.programs[0] = x.blocks(longest, x.constants["BLOCK"])
     x.faults()
 
@@ -380,7 +381,7 @@ def cast_loc(x: Launch) -> None:
     length = x.scalar("out_len", 1, MOST_TOKENS)
     stride = x.stride("out_stride", 4)
     x.tensor("out", 4, [(length, stride)])
-    x.apart.append(Relation(_z(x.terms.at_least(stride, 1)), "cast_write_loc: an output of its own"))
+    x.apart["out"] = Relation(_z(x.terms.at_least(stride, 1)), "cast_write_loc: an output of its own")
     x.programs[0] = x.blocks(length, x.constants["BLOCK"])
     x.faults()
 
@@ -432,7 +433,7 @@ def build_read(x: Launch) -> None:
         x.tensors["out"] = out_item * places  # a vector that plan_read made, dense
     else:
         x.tensor("out", out_item, [(lines, stride), (places, number(1))])
-        x.apart.append(Relation(_z(terms.at_least(stride, places)), "plan_read: rows of their own"))
+        x.apart["out"] = Relation(_z(terms.at_least(stride, places)), "plan_read: rows of their own")
     x.tensors["indptr"] = out_item * (lines + 1) if ragged else number(0)
     x.tensors["lens"] = x.tensors["starts"] = out_item * lines
     x.faults()

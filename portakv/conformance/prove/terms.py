@@ -252,16 +252,20 @@ class Terms:
         by_factor: dict[str, list[tuple[str, str]]] = {}
         for (a, b), product in self.products.items():
             for x, y in ((a, b), (b, a)) if a != b else ((a, b),):
-                if self.ranges[y][0] >= 0:
-                    by_factor.setdefault((twins or {}).get(y, y), []).append((x, product))
+                by_factor.setdefault((twins or {}).get(y, y), []).append((x, product))
         out: list[Condition] = []
         for factor, found in by_factor.items():
             y = self._symbols[factor]
+            signed = self.ranges[factor][0] < 0
+            if signed and len(found) == 1:
+                continue
             sides = [(self._symbols[x], self._symbols[p]) for x, p in found]
+            laws: list[Condition] = []
             for x, p in sides:
-                out += [z3.Implies(x <= 0, p <= 0), z3.Implies(x >= 1, p >= y), z3.Implies(x <= -1, p <= -y)]
-                out += [z3.Implies(x == 0, p == 0), z3.Implies(x == 1, p == y)]
+                laws += [z3.Implies(x <= 0, p <= 0), z3.Implies(x >= 1, p >= y), z3.Implies(x <= -1, p <= -y)]
+                laws += [z3.Implies(x == 0, p == 0), z3.Implies(x == 1, p == y)]
             for (x1, p1), (x2, p2) in itertools.combinations(sides, 2):
-                out += [z3.Implies(x1 < x2, p1 + y <= p2), z3.Implies(x2 < x1, p2 + y <= p1)]
-                out.append(z3.Implies(x1 == x2, p1 == p2))
+                laws += [z3.Implies(x1 < x2, p1 + y <= p2), z3.Implies(x2 < x1, p2 + y <= p1)]
+                laws.append(z3.Implies(x1 == x2, p1 == p2))
+            out += [z3.Implies(y >= 0, law) for law in laws] if signed else laws
         return out

@@ -101,13 +101,14 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An access as one lane makes it: where, and when. `sound` must hold of every lane, `ok` of those that access."""
+    """An access as one lane makes it: where, and when. `sound` must hold of every lane, the pointer's `ok` of those
+    that access. `place` tells which lane it is: its programs, its elements, its iterations."""
 
     access: Access
     pointer: Pointer
     when: Condition
     sound: Condition
-    lane: Lane
+    place: tuple[Sum, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class Thread:
         most = self.terms.range(self.programs[axis])[1] - 1
         index = self.variable(f"program{axis}", min(most, (1 << 31) - 1))
         if new:
-            self.terms.facts.append(implies(True, self._asked(self.terms.less(index, self.programs[axis]))))
+            self.terms.facts.append(self._asked(self.terms.less(index, self.programs[axis])))
         return index
 
     @staticmethod
@@ -217,7 +218,9 @@ class Thread:
             when = both(when, mask.holds)
         pointer = self.value(pointer_name, lane)
         assert isinstance(pointer, Pointer)
-        return Touch(access, pointer, when, sound, lane)
+        programs = [self.program_id(axis) for axis in range(3)]
+        turns = [self._bounds(step.op)[3] for step in access.path if isinstance(step, Loop)]
+        return Touch(access, pointer, when, sound, (*programs, *lane, *turns))
 
     def reached(self, path: Path) -> tuple[Condition, Condition]:
         """When the thread comes to an op on `path`, and what must hold for that to be sure."""
