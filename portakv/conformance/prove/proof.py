@@ -5,6 +5,7 @@ Each is a question to z3 whether a launch exists that breaks it. No answer in ti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,16 @@ import z3
 
 from portakv.conformance.prove import ttir
 from portakv.conformance.prove.launches import LAUNCHES, Case, Launch, cases
-from portakv.conformance.prove.terms import Condition, Sum, Terms, both, negate
-from portakv.conformance.prove.threads import Access, Program, Thread, Touch, UnknownOp
+from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
+from portakv.conformance.prove.threads import Access, Program, Thread, Total, Touch, UnknownOp
 from portakv.formats import Variant
 
 SECONDS = 20
 """That z3 has for one question."""
+
+
+QUICK_MS = 200
+"""Before a question is put to a solver of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +64,23 @@ class CaseProof:
         self.launch = Launch(self.terms, variant, constants, case)
         LAUNCHES[variant.op](self.launch)
         self.reached: set[Access] = set()
+        self._known: list[Condition] | None = None
+        self._quick: Any = None
+        self._places = 0
         self.one = self._thread("a")
         self.touches = [self.one.touch(access) for access in program.accesses]
 
-    def _thread(self, name: str) -> Thread:
-        return Thread(self.program, self.terms, name, self.launch.scalars, self.launch.programs)
+    def _thread(self, name: str, known: dict[str, Sum] | None = None) -> Thread:
+        return Thread(self.program, self.terms, name, self.launch.scalars, self.launch.programs, known=known or {})
 
     def findings(self) -> Iterator[Finding]:
-        solver = self._solver()
-        yield self._finding("a launch exists", self._ask(solver, True, wanted=z3.sat))
+        facts = self._facts()
+        yield self._finding("a launch exists", self._ask(facts, True, wanted=z3.sat))
         for owed in self.one.owed:
-            yield self._finding("a sum does not overflow", self._ask(solver, negate(owed)))
+            yield self._finding("a sum does not overflow", self._ask(facts, negate(owed)))
         for touch in self.touches:
-            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(solver, touch))
-            if self._ask(solver, touch.when, wanted=z3.sat) is None:
+            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(facts, touch))
+            if self._ask(facts, touch.when, wanted=z3.sat) is None:
                 self.reached.add(touch.access)
         yield from self._once()
 
@@ -80,19 +88,22 @@ class CaseProof:
         form = ", ".join(self.case.values())
         return Finding(f"{form}: {what}" if form else what, problem)
 
-    def _solver(self, *more: Condition, twins: Mapping[str, str] | None = None) -> Any:
-        solver = z3.Solver()
-        solver.set("timeout", SECONDS * 1000)
-        facts = [x.holds for x in self.launch.assumed] + self.terms.facts + self.terms.laws(twins) + list(more)
-        solver.add(*(x for x in facts if x is not True))
-        return solver
+    def _facts(self, *more: Condition, twins: Mapping[str, str] | None = None) -> list[Condition]:
+        facts = [x.holds for x in self.launch.assumed] + self.terms.facts + self.terms.laws(twins)
+        return [x for x in (*facts, *more) if x is not True]
 
-    def _ask(self, solver: Any, condition: Condition, wanted: Any = z3.unsat) -> str | None:
+    def _ask(self, facts: list[Condition], condition: Condition, wanted: Any = z3.unsat) -> str | None:
         """None if z3 answers as wanted, else what it says."""
+        solver = self._solver(facts)
         solver.push()
-        if condition is not True:
-            solver.add(condition)
+        solver.add(_z(condition))
         answer = solver.check()
+        if answer == z3.unknown:
+            # What takes the solver that knows the facts long, one of its own often answers at once.
+            solver = z3.SolverFor("QF_UFLIA")
+            solver.set("timeout", SECONDS * 1000)
+            solver.add(*facts, _z(condition))
+            answer = solver.check()
         problem = None
         if answer == z3.sat and wanted == z3.unsat:
             model = solver.model()
@@ -101,10 +112,18 @@ class CaseProof:
             )
         elif answer != wanted:
             problem = "no such launch" if answer == z3.unsat else f"not decided in {SECONDS} s"
-        solver.pop()
+        self._quick.pop()
         return problem
 
-    def _inside(self, solver: Any, touch: Touch) -> str | None:
+    def _solver(self, facts: list[Condition]) -> Any:
+        """One that knows `facts`, kept until it is asked with others."""
+        if self._known is not facts:
+            self._known, self._quick = facts, z3.Solver()
+            self._quick.set("timeout", QUICK_MS)
+            self._quick.add(*facts)
+        return self._quick
+
+    def _inside(self, facts: list[Condition], touch: Touch) -> str | None:
         pointer = touch.pointer
         size = self.launch.tensors[pointer.tensor]
         inside = both(
@@ -114,7 +133,7 @@ class CaseProof:
         )
         if touch.sound is True and inside is True:
             return None
-        return self._ask(solver, z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
+        return self._ask(facts, z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
 
     # No byte twice.
 
@@ -122,32 +141,82 @@ class CaseProof:
         stores = [touch for touch in self.touches if touch.access.kind == "store"]
         if not stores:
             return
-        other = self._thread("b")
+        other = self._thread("b", self._same_totals())
         others = [other.touch(touch.access) for touch in stores]
-        distinct = [self._distinct(other), *(self.launch.apart[x].holds for x in self.launch.distinct)]
+        distinct = [
+            *self._order_totals(other),
+            self._distinct(other),
+            *(self.launch.apart[x].holds for x in self.launch.distinct),
+        ]
         for tensor in dict.fromkeys(touch.pointer.tensor for touch in stores):
             apart = self.launch.apart.get(tensor)
-            solver = self._solver(*distinct, *(() if apart is None else (apart.holds,)))
+            facts = self._facts(*distinct, *(() if apart is None else (apart.holds,)))
             for i, a in enumerate(stores):
                 for j, b in enumerate(others):
                     if a.pointer.tensor == b.pointer.tensor == tensor and i <= j:
                         clash = both(a.when, b.when, self._overlap(a, b), self._different(a, b) if i == j else True)
                         what = f"{_name(a.access)} and {_name(b.access)} of two lanes write different bytes"
-                        yield self._finding(what, self._ask(solver, clash))
+                        yield self._finding(what, self._ask(facts, clash))
         for view in self.launch.views:
             pairs = [(a, b) for a in stores for b in others if (a.pointer.tensor, b.pointer.tensor) == view.tensors]
-            solver = self._solver(*distinct, *(x.holds for x in view.relations), twins=view.twins)
+            facts = self._facts(*distinct, *(x.holds for x in view.relations), twins=view.twins)
             for a, b in pairs:
                 clash = both(a.when, b.when, self._overlap(a, b, view.apart))
                 what = f"{view.name}: {_name(a.access)} and {_name(b.access)} write different bytes"
-                yield self._finding(what, self._ask(solver, clash))
+                yield self._finding(what, self._ask(facts, clash))
+
+    # Sums over loops. z3 knows nothing of sums; what is proved of every term is said of them.
+
+    def _terms_of(
+        self, threads: Sequence[Thread], totals: Sequence[Total], where: Sum | None
+    ) -> tuple[list[Sum], Condition]:
+        """The terms that totals of one loop add at one place, any or `where`, and when the loop comes there."""
+        loop, lanes = totals[0].loop, totals[0].lanes
+        self._places += 1
+        name = f"place{self._places}"
+        if where is None:
+            turn, lane = self.terms.name(f"{name}.turn", 0, 1 << 40), self.terms.name(f"{name}.lane", 0, lanes - 1)
+        else:
+            turn, lane = self.terms.divide(where, number(lanes), floor=True)
+        besides = [thread.beside(f"{name}.{i}", turn, loop) for i, thread in enumerate(threads)]
+        found = [t.integer(total.term, (lane,)).sum for t, total in zip(besides, totals, strict=True)]
+        _, last, _, low = besides[0].bounds(loop)
+        return found, both(self.terms.at_least(turn, 0), self.terms.less(low, last.sum))
+
+    def _same_totals(self) -> dict[str, Sum]:
+        """Totals that every program comes to."""
+        other, same = self._thread("c"), {}
+        other.program_id(0), other.program_id(1)
+        for total in self.one.totals:
+            (x, y), when = self._terms_of([self.one, other], [total, total], None)
+            if self._ask(self._facts(), both(when, negate(self.terms.equal(x, y)))) is None:
+                same[total.name] = total.result
+        return same
+
+    def _order_totals(self, other: Thread) -> list[Condition]:
+        """What is known of two totals of one loop: if no term of x is above y's, x + (y's - x's term anywhere) <= y.
+
+        That it is so is proved for x of any program, or of one not behind y's.
+        """
+        laws: list[Condition] = []
+        every = [(thread, total) for thread in (self.one, other) for total in thread.totals]
+        for (a, x), (b, y) in itertools.permutations(every, 2):
+            if x.loop is not y.loop or x.lanes != y.lanes or x.result.key == y.result.key:
+                continue
+            first, second = a.program_id(0), b.program_id(0)
+            (f, g), when = self._terms_of([a, b], [x, y], None)
+            for order in (True, self.terms.at_least(second, first)):
+                if self._ask(self._facts(), both(order, when, negate(self.terms.at_least(g, f)))) is None:
+                    (f, g), there = self._terms_of([a, b], [x, y], first)
+                    laws.append(implies(order, self.terms.at_least(y.result, x.result)))
+                    laws.append(implies(both(order, there), self.terms.at_least(y.result, x.result + g - f)))
+                    break
+        return laws
 
     def _overlap(self, a: Touch, b: Touch, apart: Sum | int = 0) -> Condition:
         """Whether two accesses share a byte, if b's tensor begins `apart` bytes after a's."""
         from_a, from_b = a.pointer.offset, b.pointer.offset + apart
-        return both(
-            self.terms.less(from_a, from_b + b.pointer.size), self.terms.less(from_b, from_a + a.pointer.size)
-        )
+        return both(self.terms.less(from_a, from_b + b.pointer.size), self.terms.less(from_b, from_a + a.pointer.size))
 
     def _different(self, a: Touch, b: Touch) -> Condition:
         """That two threads at one access are not one: they differ in a program, a lane or an iteration."""

@@ -122,12 +122,23 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A number that a loop adds up: `term` of every lane of every iteration, on top of `start`."""
+    """A number that a loop adds up from nothing: `term` of every lane of every iteration."""
 
     loop: Op
-    start: Sum
+    name: str
     term: str
+    lanes: int
     result: Sum
+
+
+def turn_of(loop: Op) -> str:
+    """The variable that counts a loop's iterations."""
+    return f"turn{loop.blocks[0].arguments[0]}"
+
+
+def adds(op: Op) -> bool:
+    """Whether it is a reduction, or a scan, by addition."""
+    return op.name in ("tt.reduce", "tt.scan") and [x.name for x in op.blocks[0].ops[:-1]] == ["arith.addi"]
 
 
 @dataclass
@@ -183,6 +194,7 @@ class Thread:
     totals: list[Total] = field(default_factory=list)
     owed: list[Condition] = field(default_factory=list)  # what must hold of every thread, beside its touches
     variables: dict[str, Sum] = field(default_factory=dict)  # what makes it this thread: program, lanes, iterations
+    known: dict[str, Sum] = field(default_factory=dict)  # totals that are the same in another thread
     _memo: dict[object, Value] = field(default_factory=dict)
 
     def variable(self, what: str, most: int) -> Sum:
@@ -219,7 +231,7 @@ class Thread:
         pointer = self.value(pointer_name, lane)
         assert isinstance(pointer, Pointer)
         programs = [self.program_id(axis) for axis in range(3)]
-        turns = [self._bounds(step.op)[3] for step in access.path if isinstance(step, Loop)]
+        turns = [self.bounds(step.op)[3] for step in access.path if isinstance(step, Loop)]
         return Touch(access, pointer, when, sound, (*programs, *lane, *turns))
 
     def reached(self, path: Path) -> tuple[Condition, Condition]:
@@ -232,21 +244,21 @@ class Thread:
                 holds = asked.holds if step.taken else negate(asked.holds)
                 sound = both(sound, implies(when, asked.ok))
             else:
-                first, last, by, low = self._bounds(step.op)
+                first, last, by, low = self.bounds(step.op)
                 holds = self.terms.less(low, last.sum)
                 room = self.terms.fits(last.sum + by, 64)
                 sound = both(sound, implies(when, both(first.ok, last.ok, room)))
             when = both(when, holds)
         return when, sound
 
-    def _bounds(self, loop: Op) -> tuple[Number, Number, int, Sum]:
+    def bounds(self, loop: Op) -> tuple[Number, Number, int, Sum]:
         """Where a loop begins, ends, its step, and where this thread's iteration is."""
         first, last, step = (self.integer(name, ()) for name in loop.operands[:3])
         by = step.sum.const
         if step.sum.factors or by < 1:
             raise UnknownOp(f"scf.for: expected a constant step, got {loop.text!r}")
         most = max(0, (self.terms.range(last.sum)[1] - self.terms.range(first.sum)[0]) // by)
-        turn = self.variable(f"turn{loop.operands[0]}{id(loop)}", most)
+        turn = self.variable(turn_of(loop), most)
         return first, last, by, first.sum + by * turn
 
     # Values by kind.
@@ -332,21 +344,29 @@ class Thread:
 
     def _carried(self, loop: Op, at: int) -> Value:
         if at == 0:
-            first, _, _, low = self._bounds(loop)
+            first, _, _, low = self.bounds(loop)
             return Number(low, first.ok)
         low, high = self._carried_range(loop, at - 1)
         return Number(self.terms.fresh("carried", low, high))
 
     def _after_loop(self, loop: Op, i: int) -> Value:
         low, high = self._carried_range(loop, i)
-        result = self.terms.fresh("total", low, high)
-        name = loop.blocks[0].ops[-1].operands[i]
-        op, _ = self.program.defined[name]
+        name = loop.results[i]
+        result = self.known[name] if name in self.known else self.terms.fresh("total", low, high)
+        op, _ = self.program.defined[loop.blocks[0].ops[-1].operands[i]]
         summed, _ = self.program.defined.get(op.operands[-1], (None, 0))
-        if summed is not None and summed.name == "tt.reduce":
-            start = self.integer(loop.operands[3 + i], ())
-            self.totals.append(Total(loop, start.sum, summed.operands[0], result))
+        nothing = self.integer(loop.operands[3 + i], ()).sum.key == (0,)
+        if nothing and summed is not None and adds(summed) and op.operands[0] == loop.blocks[0].arguments[1 + i]:
+            lanes = summed.types[0].shape[summed.axis]
+            self.totals.append(Total(loop, name, summed.operands[0], lanes, result))
         return Number(result)
+
+    def beside(self, name: str, turn: Sum, loop: Op) -> Thread:
+        """Another lane of this thread's program, in iteration `turn` of a loop."""
+        programs = {what: x for what, x in self.variables.items() if what.startswith("program")}
+        other = Thread(self.program, self.terms, name, self.scalars, self.programs, known=self.known)
+        other.variables |= programs | {turn_of(loop): turn}
+        return other
 
     def _carried_range(self, loop: Op, i: int) -> tuple[int, int]:
         """The range of a value that a loop carries and adds to; of its type, if it does not only add.
@@ -364,7 +384,7 @@ class Thread:
             op, _ = self.program.defined[name]
             if op.name == "arith.addi" and op.operands[0] == body.arguments[1 + i]:
                 added = self.terms.range(self.integer(op.operands[1], ()).sum)
-                first, last, by, _ = self._bounds(loop)
+                first, last, by, _ = self.bounds(loop)
                 most = max(0, -(-(self.terms.range(last.sum)[1] - self.terms.range(first.sum)[0]) // by))
                 start = self.terms.range(self.integer(loop.operands[3 + i], ()).sum)
                 low, high = start[0] + most * min(0, added[0]), start[1] + most * max(0, added[1])
@@ -593,7 +613,7 @@ class Thread:
     def _combined(self, op: Op, rest: Lane, lanes: int) -> Value:
         """A sum of `lanes` numbers, known by the range of one; what another combiner makes is not known."""
         kind = op.types[-1]
-        if [inner.name for inner in op.blocks[0].ops[:-1]] != ["arith.addi"]:
+        if not adds(op):
             return self.unknown(kind)
         lane = self.variable(f"{op.name}{op.results[0]}", lanes - 1)
         term = self.integer(op.operands[0], (*rest[: op.axis], lane, *rest[op.axis :]))
