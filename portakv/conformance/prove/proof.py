@@ -22,10 +22,6 @@ SECONDS = 20
 """That z3 has for one question."""
 
 
-QUICK_MS = 200
-"""Before a question is put to a solver of its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was to be proved; `problem` says why it is not."""
@@ -64,8 +60,6 @@ class CaseProof:
         self.launch = Launch(self.terms, variant, constants, case)
         LAUNCHES[variant.op](self.launch)
         self.reached: set[Access] = set()
-        self._known: list[Condition] | None = None
-        self._quick: Any = None
         self._places = 0
         self.one = self._thread("a")
         self.touches = [self.one.touch(access) for access in program.accesses]
@@ -74,13 +68,13 @@ class CaseProof:
         return Thread(self.program, self.terms, name, self.launch.scalars, self.launch.programs, known=known or {})
 
     def findings(self) -> Iterator[Finding]:
-        facts = self._facts()
-        yield self._finding("a launch exists", self._ask(facts, True, wanted=z3.sat))
+        everything = [fact for facts in self.terms.facts.values() for fact in facts]
+        yield self._finding("a launch exists", self._ask(*everything, wanted=z3.sat))
         for owed in self.one.owed:
-            yield self._finding("a sum does not overflow", self._ask(facts, negate(owed)))
+            yield self._finding("a sum does not overflow", self._ask(negate(owed)))
         for touch in self.touches:
-            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(facts, touch))
-            if self._ask(facts, touch.when, wanted=z3.sat) is None:
+            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(touch))
+            if self._ask(touch.when, wanted=z3.sat) is None:
                 self.reached.add(touch.access)
         yield from self._once()
 
@@ -88,22 +82,13 @@ class CaseProof:
         form = ", ".join(self.case.values())
         return Finding(f"{form}: {what}" if form else what, problem)
 
-    def _facts(self, *more: Condition, twins: Mapping[str, str] | None = None) -> list[Condition]:
-        facts = [x.holds for x in self.launch.assumed] + self.terms.facts + self.terms.laws(twins)
-        return [x for x in (*facts, *more) if x is not True]
-
-    def _ask(self, facts: list[Condition], condition: Condition, wanted: Any = z3.unsat) -> str | None:
-        """None if z3 answers as wanted, else what it says."""
-        solver = self._solver(facts)
-        solver.push()
-        solver.add(_z(condition))
+    def _ask(self, *asked: Condition, wanted: Any = z3.unsat, twins: Mapping[str, str] | None = None) -> str | None:
+        """None if z3 answers as wanted to whether all that is asked can hold at once, else what it says."""
+        solver = z3.SolverFor("QF_UFLIA")  # with what it learnt from other questions it takes up to 300 times as long
+        solver.set("timeout", SECONDS * 1000)
+        asked = (*(x.holds for x in self.launch.assumed), *asked)
+        solver.add(*self.terms.known(asked, twins), *(x for x in asked if x is not True))
         answer = solver.check()
-        if answer == z3.unknown:
-            # What takes the solver that knows the facts long, one of its own often answers at once.
-            solver = z3.SolverFor("QF_UFLIA")
-            solver.set("timeout", SECONDS * 1000)
-            solver.add(*facts, _z(condition))
-            answer = solver.check()
         problem = None
         if answer == z3.sat and wanted == z3.unsat:
             model = solver.model()
@@ -112,18 +97,9 @@ class CaseProof:
             )
         elif answer != wanted:
             problem = "no such launch" if answer == z3.unsat else f"not decided in {SECONDS} s"
-        self._quick.pop()
         return problem
 
-    def _solver(self, facts: list[Condition]) -> Any:
-        """One that knows `facts`, kept until it is asked with others."""
-        if self._known is not facts:
-            self._known, self._quick = facts, z3.Solver()
-            self._quick.set("timeout", QUICK_MS)
-            self._quick.add(*facts)
-        return self._quick
-
-    def _inside(self, facts: list[Condition], touch: Touch) -> str | None:
+    def _inside(self, touch: Touch) -> str | None:
         pointer = touch.pointer
         size = self.launch.tensors[pointer.tensor]
         inside = both(
@@ -133,7 +109,7 @@ class CaseProof:
         )
         if touch.sound is True and inside is True:
             return None
-        return self._ask(facts, z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
+        return self._ask(z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
 
     # No byte twice.
 
@@ -150,20 +126,20 @@ class CaseProof:
         ]
         for tensor in dict.fromkeys(touch.pointer.tensor for touch in stores):
             apart = self.launch.apart.get(tensor)
-            facts = self._facts(*distinct, *(() if apart is None else (apart.holds,)))
+            known = [*distinct, *(() if apart is None else (apart.holds,))]
             for i, a in enumerate(stores):
                 for j, b in enumerate(others):
                     if a.pointer.tensor == b.pointer.tensor == tensor and i <= j:
                         clash = both(a.when, b.when, self._overlap(a, b), self._different(a, b) if i == j else True)
                         what = f"{_name(a.access)} and {_name(b.access)} of two lanes write different bytes"
-                        yield self._finding(what, self._ask(facts, clash))
+                        yield self._finding(what, self._ask(*known, clash))
         for view in self.launch.views:
             pairs = [(a, b) for a in stores for b in others if (a.pointer.tensor, b.pointer.tensor) == view.tensors]
-            facts = self._facts(*distinct, *(x.holds for x in view.relations), twins=view.twins)
+            known = [*distinct, *(x.holds for x in view.relations)]
             for a, b in pairs:
                 clash = both(a.when, b.when, self._overlap(a, b, view.apart))
                 what = f"{view.name}: {_name(a.access)} and {_name(b.access)} write different bytes"
-                yield self._finding(what, self._ask(facts, clash))
+                yield self._finding(what, self._ask(*known, clash, twins=view.twins))
 
     # Sums over loops. z3 knows nothing of sums; what is proved of every term is said of them.
 
@@ -189,7 +165,7 @@ class CaseProof:
         other.program_id(0), other.program_id(1)
         for total in self.one.totals:
             (x, y), when = self._terms_of([self.one, other], [total, total], None)
-            if self._ask(self._facts(), both(when, negate(self.terms.equal(x, y)))) is None:
+            if self._ask(both(when, negate(self.terms.equal(x, y)))) is None:
                 same[total.name] = total.result
         return same
 
@@ -206,7 +182,7 @@ class CaseProof:
             first, second = a.program_id(0), b.program_id(0)
             (f, g), when = self._terms_of([a, b], [x, y], None)
             for order in (True, self.terms.at_least(second, first)):
-                if self._ask(self._facts(), both(order, when, negate(self.terms.at_least(g, f)))) is None:
+                if self._ask(both(order, when, negate(self.terms.at_least(g, f)))) is None:
                     (f, g), there = self._terms_of([a, b], [x, y], first)
                     laws.append(implies(order, self.terms.at_least(y.result, x.result)))
                     laws.append(implies(both(order, there), self.terms.at_least(y.result, x.result + g - f)))

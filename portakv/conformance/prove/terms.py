@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,10 +87,11 @@ class Terms:
     """The named numbers of one launch, their ranges, and the facts that define them."""
 
     ranges: dict[str, Range] = field(default_factory=dict)
-    facts: list[Condition] = field(default_factory=list)
+    facts: dict[str, list[Condition]] = field(default_factory=dict)  # by the number that they define
     products: dict[tuple[str, str], str] = field(default_factory=dict)
     _named: dict[object, Sum] = field(default_factory=dict)
     _symbols: dict[str, Any] = field(default_factory=dict)
+    _asked: dict[int, tuple[Condition, frozenset[str]]] = field(default_factory=dict)
     _count: int = 0
 
     def name(self, name: str, low: int, high: int) -> Sum:
@@ -99,11 +100,16 @@ class Terms:
             raise ValueError(f"name: expected a new one, got {name!r}")
         self.ranges[name] = low, high
         symbol = self._symbols[name] = z3.Int(name)
-        if low > -INFINITY:
-            self.facts.append(symbol >= low)
+        self.facts[name] = [symbol >= low] if low > -INFINITY else []
         if high < INFINITY:
-            self.facts.append(symbol <= high)
+            self.facts[name].append(symbol <= high)
         return Sum({name: 1})
+
+    def define(self, x: Sum, fact: Condition) -> None:
+        """Say what a named number is. A definition must leave a value for it, whatever the others are."""
+        (name,) = x.factors
+        if fact is not True:
+            self.facts[name].append(fact)
 
     def fresh(self, what: str, low: int = -INFINITY, high: int = INFINITY) -> Sum:
         self._count += 1
@@ -159,7 +165,7 @@ class Terms:
         if found is None:
             (a, b), (c, d) = self.range(x), self.range(y)
             found = self._named[key] = self.fresh("choice", min(a, c), max(b, d))
-            self.facts.append(z3.If(condition, self.equal_(found, x), self.equal_(found, y)))
+            self.define(found, z3.If(condition, self.equal_(found, x), self.equal_(found, y)))
             self._named[key, "condition"] = condition  # z3 reuses the id of what nobody holds
         return found
 
@@ -202,7 +208,7 @@ class Terms:
         found = self._named.get(("sum", part.key))
         if found is None:
             found = self._named["sum", part.key] = self.fresh("sum", *self.range(part))
-            self.facts.append(self.equal_(found, part))
+            self.define(found, self.equal_(found, part))
         return n, next(iter(found.factors)), 0
 
     def _product(self, a: str, b: str) -> Sum:
@@ -230,7 +236,8 @@ class Terms:
                 negative = both(self.at_least(0 - rest, 0), self.less(0 - rest, y))
                 inside = z3.If(self.symbol(x) >= 0, z3.BoolVal(True) if inside is True else inside, negative)
             fact = both(self.equal_(self.times(quotient, y) + rest, x), inside)
-            self.facts.append(implies(self.at_least(y, 1), fact))
+            for part in (quotient, rest):
+                self.define(part, implies(self.at_least(y, 1), fact))
             self._named[key], self._named["rest", key] = quotient, rest
         return self._named[key], self._named["rest", key]
 
@@ -241,18 +248,54 @@ class Terms:
         key = ("wrap", x.key, bits)
         if key not in self._named:
             self._named[key] = self.fresh("wrapped", -(1 << bits - 1), (1 << bits - 1) - 1)
-            self.facts.append(self.equal_(self._named[key] + (1 << bits) * self.fresh("turns"), x))
+            self.define(self._named[key], self.equal_(self._named[key] + (1 << bits) * self.fresh("turns"), x))
         return self._named[key]
 
-    def laws(self, twins: Mapping[str, str] | None = None) -> list[Condition]:
-        """What is known of the products: each grows with one factor by the other, where the other is not negative.
+    def known(self, asked: Iterable[Condition], twins: Mapping[str, str] | None = None) -> list[Condition]:
+        """What bears on what is asked: the definitions of its numbers, of theirs, and so on, and the products' laws.
 
         `twins` are names of one and the same number, each by the name that stands for both.
         """
+        out: list[Condition] = []
+        seen: set[str] = set()
+        of_product = {product: factors for factors, product in self.products.items()}
+        waiting = [name for condition in asked for name in self._names(condition)]
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            waiting += of_product.get(name, ())
+            for fact in self.facts[name]:
+                out.append(fact)
+                waiting += self._names(fact)
+        return out + self._laws({p: f for p, f in of_product.items() if p in seen}, twins or {})
+
+    def _names(self, condition: Condition) -> frozenset[str]:
+        """The named numbers of a condition. z3 gives its id to no other while `_asked` holds it."""
+        if condition is True:
+            return frozenset()
+        key = condition.get_id()
+        if key not in self._asked:
+            found: set[str] = set()
+            stack, met = [condition], set()
+            while stack:
+                x = stack.pop()
+                if x.get_id() in met:
+                    continue
+                met.add(x.get_id())
+                if x.num_args() == 0 and x.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+                    found.add(x.decl().name())
+                stack += x.children()
+            self._asked[key] = condition, frozenset(found)
+        return self._asked[key][1]
+
+    def _laws(self, products: Mapping[str, tuple[str, str]], twins: Mapping[str, str]) -> list[Condition]:
+        """Each product grows with one factor by the other, where the other is not negative."""
         by_factor: dict[str, list[tuple[str, str]]] = {}
-        for (a, b), product in self.products.items():
+        for product, (a, b) in products.items():
             for x, y in ((a, b), (b, a)) if a != b else ((a, b),):
-                by_factor.setdefault((twins or {}).get(y, y), []).append((x, product))
+                by_factor.setdefault(twins.get(y, y), []).append((x, product))
         out: list[Condition] = []
         for factor, found in by_factor.items():
             y = self._symbols[factor]

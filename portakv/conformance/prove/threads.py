@@ -208,7 +208,7 @@ class Thread:
         most = self.terms.range(self.programs[axis])[1] - 1
         index = self.variable(f"program{axis}", min(most, (1 << 31) - 1))
         if new:
-            self.terms.facts.append(self._asked(self.terms.less(index, self.programs[axis])))
+            self.terms.define(index, self.terms.less(index, self.programs[axis]))
         return index
 
     @staticmethod
@@ -577,7 +577,7 @@ class Thread:
         if not isinstance(value, Number):
             return value
         memory = z3.Function(f"{pointer.tensor}.{kind.bits}", z3.IntSort(), z3.IntSort())
-        self.terms.facts.append(self.terms.symbol(value.sum) == memory(self.terms.symbol(pointer.offset)))
+        self.terms.define(value.sum, self.terms.symbol(value.sum) == memory(self.terms.symbol(pointer.offset)))
         if len(op.operands) == 1:
             self._note(pointer.tensor, Read(pointer.offset, value.sum, True))
             return value
