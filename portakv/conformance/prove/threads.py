@@ -173,6 +173,47 @@ class Program:
                 elif op.name == "scf.if":
                     self._enter(inner, (*path, Branch(op.operands[0], i == 0)))
 
+    def skeleton(self) -> str:
+        """The ops that accesses, their masks and the ways to them derive from, values numbered: kernels that differ only
+        in what they make of data have the same."""
+        needed: set[str] = set()
+        waiting: list[str] = []
+        for access in self.accesses:
+            waiting += [access.op.operands[0], *(() if access.mask is None else (access.mask,))]
+            for step in access.path:
+                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
+        kept: set[int] = {id(access.op) for access in self.accesses}
+        while waiting:
+            name = waiting.pop()
+            if name in needed or name in self.kernel.parameters:
+                continue
+            needed.add(name)
+            op, _ = self.defined.get(name) or self.carried[name]
+            kept.add(id(op))
+            # Of a load the value does not matter here, nor what a masked lane would get: both may be anything.
+            waiting += op.operands
+            for block in op.blocks:
+                waiting += [x for x in block.ops[-1].operands if op.name in ("scf.for", "scf.if")]
+            for step in self.paths[id(op)]:
+                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
+        numbers: dict[str, str] = {}
+
+        def numbered(match: re.Match[str]) -> str:
+            return numbers.setdefault(match[0], f"%{len(numbers)}")
+
+        lines = [f"{self.arguments}"]
+        for op in self.kernel.body.walk():
+            if id(op) in kept:
+                uses = " ".join((*op.results, *op.operands[: 1 if op.name == "tt.store" else None]))
+                plain = re.sub(r"%[\w']+(?:#\d+)?(?::\d+)?", "", op.text)
+                inner = (
+                    [x.name for block in op.blocks for x in block.ops] if op.name in ("tt.reduce", "tt.scan") else []
+                )
+                mask = op.operands[2] if op.name == "tt.store" and len(op.operands) > 2 else ""
+                ends = " ".join(x for block in op.blocks for x in (*block.arguments, *block.ops[-1].operands))
+                lines.append(re.sub(r"%[\w']+(?:#\d+)?", numbered, f"{uses} {mask} {ends}") + plain + str(inner))
+        return "\n".join(lines)
+
     def parameter(self, name: str) -> tuple[str, Type] | None:
         """The kernel's name of a parameter; TTIR may call it otherwise."""
         kinds = self.kernel.parameters

@@ -1,0 +1,78 @@
+"""Which kernels there are to prove: what the launchers compile, each kind of address arithmetic once."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from portakv.compile import FORMATS, Target, variant_name
+from portakv.conformance.prove import ttir
+from portakv.conformance.prove.proof import Finding, prove
+from portakv.conformance.prove.threads import Program
+from portakv.errors import PortaKVError
+from portakv.formats import Variant, list_variants
+from portakv.testing import formats
+
+_SAME_SIZE = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32}
+"""To an address a dtype is its size."""
+
+_OF_ADDRESSES = ("HEADS", "ROWS", "K_DIM", "V_DIM", "BLOCK", "BLOCKS", "ALIGNED", "SPAN")
+"""The constexprs that say how rows are cut; the others are of floats, or stand in the kernel alone."""
+
+
+def all_variants(target: Target) -> tuple[Variant, ...]:
+    """Every variant that the launchers compile for the formats of the conformance cases and of `portakv compile`.
+
+    A launcher compiles by an explicit signature, never by the values of a call: kernel, constexprs and alignment follow
+    from the variant (`launch.Source`). The cases launch a part of these, one slot width of two; the proof takes both.
+    """
+    sources = importlib.import_module("portakv.kernels._triton").SOURCES
+    return tuple(v for v in list_variants((*formats(), *FORMATS)) if v.op in sources)
+
+
+def plain(variant: Variant) -> Variant:
+    """`variant` with one dtype for all of its size: what a launch is declared from."""
+    fmt, dtype, rope = variant.fmt, variant.dtype, variant.rope
+    if fmt is None or dtype is None:
+        return variant
+    return replace(
+        variant,
+        fmt=replace(fmt, dtype=_SAME_SIZE[fmt.dtype.itemsize]),
+        dtype=_SAME_SIZE[dtype.itemsize],
+        rope=rope and _SAME_SIZE[rope.itemsize],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is proved at once: kernels whose launches and address arithmetic are the same, by one of them."""
+
+    variant: Variant
+    constants: tuple[tuple[str, Any], ...]
+    arguments: tuple[str, ...]
+    text: str
+    skeleton: str
+
+    @classmethod
+    def compile(cls, variant: Variant, target: Target) -> Subject:
+        launcher = importlib.import_module(f"portakv.kernels.{target.kind.value}").LAUNCHER
+        source = launcher.source(variant, target.lanes)
+        return cls.of(variant, source, launcher.compile_ttir(variant, target.triton()))
+
+    @classmethod
+    def of(cls, variant: Variant, source: Any, text: str) -> Subject:
+        arguments = tuple(source.fn.arg_names)
+        constants = tuple((name, source.constants[name]) for name in _OF_ADDRESSES if name in source.constants)
+        skeleton = Program(ttir.parse(text), arguments).skeleton()
+        return cls(plain(variant), constants, arguments, text, skeleton)
+
+    @property
+    def key(self) -> object:
+        return self.variant, self.constants, self.skeleton
+
+    def prove(self) -> list[Finding]:
+        return prove(self.text, self.arguments, self.variant, dict(self.constants))
