@@ -38,9 +38,7 @@ def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapp
     findings: list[Finding] = []
     unreached = set(program.accesses)
     for case in cases(variant.op, variant.fmt and variant.fmt.layout):
-        proof = CaseProof(program, variant, constants, case)
-        findings += proof.findings()
-        unreached -= proof.reached
+        findings += CaseProof(program, variant, constants, case).findings(unreached)
     # Faults of a kind that int32 slots cannot have are counted nowhere.
     dead = [x for x in unreached if x.kind != "atomic"]
     findings += [Finding(f"{_name(x)} happens", "no launch makes it: nothing is shown of it") for x in dead]
@@ -59,7 +57,6 @@ class CaseProof:
         self.terms = Terms()
         self.launch = Launch(self.terms, variant, constants, case)
         LAUNCHES[variant.op](self.launch)
-        self.reached: set[Access] = set()
         self._places = 0
         self.one = self._thread("a")
         self.touches = [self.one.touch(access) for access in program.accesses]
@@ -67,15 +64,16 @@ class CaseProof:
     def _thread(self, name: str, known: dict[str, Sum] | None = None) -> Thread:
         return Thread(self.program, self.terms, name, self.launch.scalars, self.launch.programs, known=known or {})
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, unreached: set[Access]) -> Iterator[Finding]:
+        """All of this form; takes from `unreached` what some launch of it reaches."""
         everything = [fact for facts in self.terms.facts.values() for fact in facts]
         yield self._finding("a launch exists", self._ask(*everything, wanted=z3.sat))
         for owed in self.one.owed:
             yield self._finding("a sum does not overflow", self._ask(negate(owed)))
         for touch in self.touches:
             yield self._finding(f"{_name(touch.access)} stays inside", self._inside(touch))
-            if self._ask(touch.when, wanted=z3.sat) is None:
-                self.reached.add(touch.access)
+            if touch.access in unreached and self._ask(touch.when, wanted=z3.sat) is None:
+                unreached.remove(touch.access)
         yield from self._once()
 
     def _finding(self, what: str, problem: str | None) -> Finding:

@@ -21,6 +21,9 @@ Condition = Any
 INFINITY = 1 << 200
 """Further than any 64-bit product reaches."""
 
+SMALL = 1 << 16
+"""A number that never leaves [-SMALL, SMALL], as a head's, bounds its products by multiples of the other factor."""
+
 Range = tuple[int, int]
 
 
@@ -92,6 +95,7 @@ class Terms:
     _named: dict[object, Sum] = field(default_factory=dict)
     _symbols: dict[str, Any] = field(default_factory=dict)
     _asked: dict[int, tuple[Condition, frozenset[str]]] = field(default_factory=dict)
+    _made: dict[object, list[Condition]] = field(default_factory=dict)
     _count: int = 0
 
     def name(self, name: str, low: int, high: int) -> Sum:
@@ -298,17 +302,28 @@ class Terms:
                 by_factor.setdefault(twins.get(y, y), []).append((x, product))
         out: list[Condition] = []
         for factor, found in by_factor.items():
-            y = self._symbols[factor]
-            signed = self.ranges[factor][0] < 0
-            if signed and len(found) == 1:
+            if self.ranges[factor][0] < 0 and len(found) == 1:
                 continue
-            sides = [(self._symbols[x], self._symbols[p]) for x, p in found]
-            laws: list[Condition] = []
-            for x, p in sides:
-                laws += [z3.Implies(x <= 0, p <= 0), z3.Implies(x >= 1, p >= y), z3.Implies(x <= -1, p <= -y)]
-                laws += [z3.Implies(x == 0, p == 0), z3.Implies(x == 1, p == y)]
-            for (x1, p1), (x2, p2) in itertools.combinations(sides, 2):
-                laws += [z3.Implies(x1 < x2, p1 + y <= p2), z3.Implies(x2 < x1, p2 + y <= p1)]
-                laws.append(z3.Implies(x1 == x2, p1 == p2))
-            out += [z3.Implies(y >= 0, law) for law in laws] if signed else laws
+            for one in found:
+                out += self._law(factor, one)
+            for one, two in itertools.combinations(found, 2):
+                out += self._law(factor, one, two)
         return out
+
+    def _law(self, factor: str, one: tuple[str, str], two: tuple[str, str] | None = None) -> list[Condition]:
+        """What is known of a product `(x, x * factor)`, or of two of them."""
+        key = (factor, one, two)
+        if key not in self._made:
+            y, x1, p1 = (self._symbols[name] for name in (factor, *one))
+            if two is None:
+                laws = [z3.Implies(x1 <= 0, p1 <= 0), z3.Implies(x1 >= 1, p1 >= y), z3.Implies(x1 <= -1, p1 <= -y)]
+                laws += [z3.Implies(x1 == 0, p1 == 0), z3.Implies(x1 == 1, p1 == y)]
+                low, high = self.ranges[one[0]]
+                if -SMALL <= low and high <= SMALL:
+                    laws += [p1 >= low * y, p1 <= high * y]
+            else:
+                x2, p2 = (self._symbols[name] for name in two)
+                laws = [z3.Implies(x1 < x2, p1 + y <= p2), z3.Implies(x2 < x1, p2 + y <= p1)]
+                laws.append(z3.Implies(x1 == x2, p1 == p2))
+            self._made[key] = [z3.Implies(y >= 0, z3.And(*laws))] if self.ranges[factor][0] < 0 else laws
+        return self._made[key]
