@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from portakv.compile import FORMATS, Target, variant_name
+from portakv.compile import FORMATS, Target
 from portakv.conformance.prove import ttir
 from portakv.conformance.prove.proof import Finding, prove
 from portakv.conformance.prove.threads import Program
-from portakv.errors import PortaKVError
-from portakv.formats import Variant, list_variants
+from portakv.formats import VECTOR_BYTES, Variant, list_variants
 from portakv.testing import formats
 
 _SAME_SIZE = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32}
@@ -35,14 +33,17 @@ def all_variants(target: Target) -> tuple[Variant, ...]:
 
 
 def plain(variant: Variant) -> Variant:
-    """`variant` with one dtype for all of its size: what a launch is declared from."""
+    """`variant` with one dtype for all of its size: what its launch is declared from."""
     fmt, dtype, rope = variant.fmt, variant.dtype, variant.rope
     if fmt is None or dtype is None:
         return variant
+    # Only what writes a cache leaves its page 0 alone.
+    page = 1 if variant.op.startswith("gather_kv") else fmt.page_size
     return replace(
         variant,
-        fmt=replace(fmt, dtype=_SAME_SIZE[fmt.dtype.itemsize]),
+        fmt=replace(fmt, dtype=_SAME_SIZE[fmt.dtype.itemsize], page_size=page),
         dtype=_SAME_SIZE[dtype.itemsize],
+        alignment=VECTOR_BYTES,  # stands in the constants
         rope=rope and _SAME_SIZE[rope.itemsize],
     )
 

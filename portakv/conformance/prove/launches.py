@@ -6,15 +6,18 @@ tokens, every stride. A relation that nobody guarantees does not belong here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import z3
 
-from portakv.conformance.prove.terms import Condition, Sum, Terms, both, number
-from portakv.formats import FAULT_KINDS, VECTOR_BYTES, Layout, Structure, Variant
+from portakv.conformance.prove.terms import Condition, Sum, Terms, both, negate, number
+from portakv.conformance.prove.threads import Thread
+from portakv.formats import FAULT_KINDS, PAD, VECTOR_BYTES, Layout, Structure, Variant
 from portakv.kernels._triton.rows import MOST_ROWS
 
 MOST_BYTES = 1 << 56
@@ -57,7 +60,8 @@ class Launch:
 
     `tensors` are their bytes; `assumed` holds always. What only "no byte is written twice" needs: `apart`, that no two
     elements of a tensor share a byte; `distinct`, slot tensors and the bounds of their live slots, no two of which are
-    the same; `views`, how K and V may lie in one buffer.
+    the same; `views`, how K and V may lie in one buffer. `reserved` gives any byte of a reserved page, and when it is
+    one. `counts` says of each atomic, in the kernel's order, which fault a lane counts with it, and when.
     """
 
     terms: Terms
@@ -71,6 +75,8 @@ class Launch:
     apart: dict[str, Relation] = field(default_factory=dict)
     views: list[View] = field(default_factory=list)
     distinct: dict[str, tuple[Sum, Sum]] = field(default_factory=dict)
+    reserved: dict[str, Callable[[], tuple[Sum, Condition]]] = field(default_factory=dict)
+    counts: Callable[[Thread], Sequence[tuple[str, Condition]]] | None = None
 
     # Numbers.
 
@@ -202,6 +208,9 @@ class Launch:
             apart = self.elements_apart(item, axes, dim, outer=int(layers is not None))
             self.apart[name] = Relation(apart, "KVFormat.caches: no two elements of a cache share a byte")
             lies[name] = axes
+            self.reserved[name] = functools.partial(
+                self._reserved, axes, dim * item, item, slots, int(layers is not None)
+            )
         self._share(dims, lies, item, paged, layers is not None)
         return slots
 
@@ -240,6 +249,34 @@ class Launch:
                 held = tuple(Relation(_z(x), says) for x in relations)
                 self.views.append(View(name, (k, v), item * apart, held, twins))
 
+    def _reserved(
+        self, axes: Sequence[tuple[Sum, Sum]], row_bytes: int, item: int, slots: Sum, layered: int
+    ) -> tuple[Sum, Condition]:
+        """A byte of a reserved slot: any layer, slot of page 0, head and byte of its row."""
+        assert self.variant.fmt is not None
+        terms = self.terms
+        slot = terms.fresh("reserved", 0, self.variant.fmt.page_size - 1)
+        at, where = terms.fresh("byte", 0, row_bytes - 1), terms.less(slot, slots)
+        paged = self.case["caches"] == "pages"
+        index = list(terms.divide(slot, self.scalars["page_size"])) if paged else [slot]
+        for i, (size, stride) in enumerate(axes):
+            if layered <= i < layered + len(index):
+                x = index[i - layered]
+            else:
+                x = terms.fresh("index", 0, terms.range(size)[1] - 1)
+                where = both(where, terms.less(x, size))
+            at += item * terms.times(x, stride)
+        return at, where
+
+    # Faults.
+
+    def first_of_token(self, thread: Thread, per_token: int) -> tuple[Sum, Condition]:
+        """A row's token, and whether the row is its first, in the first block of columns."""
+        row = self.constants["ROWS"] * thread.program_id(0) + thread.lane((self.constants["ROWS"],))[0]
+        token, head = self.terms.divide(row, number(per_token))
+        first = both(self.terms.equal(head, 0), self.terms.equal(thread.program_id(1), 0))
+        return token, both(self.terms.less(token, self.scalars["num_tokens"]), first)
+
     def _nested(self, axes: Sequence[tuple[Sum, Sum]], span: Sum) -> Condition:
         """That the items of `span` which `axes` count do not overlap, the last axis inside the others."""
         steps = []
@@ -273,6 +310,30 @@ def _z(condition: Condition) -> Condition:
     return z3.BoolVal(True) if condition is True else condition
 
 
+def _past_end(x: Launch, kind: str, per_token: int, thread: Thread) -> list[tuple[str, Condition]]:
+    """A token whose slot lies past the last one counts once."""
+    _, first = x.first_of_token(thread, per_token)
+    slot = thread.read("loc")
+    return [(kind, both(first, x.terms.at_least(slot, x.scalars["num_slots"])))]
+
+
+def _past_end_or_angles(x: Launch, per_token: int, thread: Thread) -> list[tuple[str, Condition]]:
+    """As does one that would be stored and has no angle: positions are one or two words, and the second one 0."""
+    terms = x.terms
+    _, first = x.first_of_token(thread, per_token)
+    slot = thread.read("loc")
+    low, high = thread.read("positions"), thread.read("positions", 1)
+    short = z3.Or(_z(terms.equal(x.scalars["words"], 1)), _z(terms.equal(high, 0)))
+    known = both(terms.at_least(low, 0), terms.less(low, x.scalars["num_positions"]), short)
+    lost = both(_stored(x, slot), negate(known))
+    return [("store_kv", both(first, z3.Or(_z(terms.at_least(slot, x.scalars["num_slots"])), _z(lost))))]
+
+
+def _stored(x: Launch, slot: Sum) -> Condition:
+    assert x.variant.fmt is not None
+    return both(x.terms.at_least(slot, x.variant.fmt.page_size), x.terms.less(slot, x.scalars["num_slots"]))
+
+
 def store_kv(x: Launch) -> None:
     fmt, dtype = x.variant.fmt, x.variant.dtype
     assert fmt is not None
@@ -285,12 +346,14 @@ def store_kv(x: Launch) -> None:
     x.slots("loc", "loc_stride", tokens, (number(fmt.page_size), slots))
     x.scales("k_inv", "v_inv")
     x.faults()
+    x.counts = functools.partial(_past_end, x, "store_kv", fmt.num_kv_heads)
 
 
 def store_kv_rope(x: Launch) -> None:
     store_kv(x)
     assert x.variant.fmt is not None
     x.angles(x.scalars["num_tokens"], x.variant.fmt.rotated_dim)
+    x.counts = functools.partial(_past_end_or_angles, x, x.variant.fmt.num_kv_heads)
 
 
 def gather_kv(x: Launch) -> None:
@@ -305,6 +368,8 @@ def gather_kv(x: Launch) -> None:
     x.slots("loc", "loc_stride", tokens)
     x.scales("k_scale", "v_scale")
     x.faults()
+    x.reserved.clear()
+    x.counts = functools.partial(_past_end, x, "gather_kv", fmt.num_kv_heads)
 
 
 def move_kv(x: Launch) -> None:
@@ -328,6 +393,19 @@ def move_kv(x: Launch) -> None:
     x.slots("tgt", "tgt_stride", tokens, (number(fmt.page_size), slots) if writing else None)
     x.faults()
 
+    def counts(thread: Thread) -> list[tuple[str, Condition]]:
+        """A source past the end in the first launch; in the second a target past it, of a source that is not."""
+        _, first = x.first_of_token(thread, fmt.num_kv_heads)
+        first = both(first, x.terms.equal(thread.program_id(2), 0), x.terms.equal(x.scalars["first_layer"], 0))
+        src, tgt = thread.read("src"), thread.read("tgt")
+        read = both(x.terms.at_least(src, 0), x.terms.less(src, slots))
+        never = z3.BoolVal(False)
+        target = both(first, read, x.terms.at_least(tgt, slots)) if writing else never
+        source = never if writing else both(first, x.terms.at_least(src, slots))
+        return [("move_kv", target), ("move_kv", source)]
+
+    x.counts = counts
+
 
 def _packed(x: Launch, rows: tuple[str, str], out: bool) -> Sum:
     """What the ops of FlashMLA's layouts share; a row is a block of a token, or its rope part."""
@@ -341,6 +419,10 @@ def _packed(x: Launch, rows: tuple[str, str], out: bool) -> Sum:
     slots = x.caches({"k_cache": ("k", raw.head_dim), "v_cache": ("v", raw.v_head_dim)}, 1, 0)
     x.slots("loc", "loc_stride", tokens, None if out else (number(fmt.page_size), slots))
     x.faults()
+    if out:
+        x.reserved.clear()
+    kind = "gather_kv" if out else "store_kv"
+    x.counts = functools.partial(_past_end, x, kind, x.constants["BLOCKS"] + 1)
     return tokens
 
 
@@ -351,10 +433,15 @@ def store_kv_flashmla(x: Launch) -> None:
 def store_kv_rope_flashmla(x: Launch) -> None:
     assert x.variant.fmt is not None
     x.angles(_packed(x, ("k", "v"), False), x.variant.fmt.rotated_dim)
+    x.counts = functools.partial(_past_end_or_angles, x, x.constants["BLOCKS"] + 1)
 
 
 def gather_kv_flashmla(x: Launch) -> None:
     _packed(x, ("k_out", "v_out"), True)
+
+
+def _unfit(x: Launch, index: Sum, length: str, value: Sum) -> Condition:
+    return both(x.terms.less(index, x.scalars[length]), negate(x.terms.fits(value, 32)))
 
 
 def translate_loc(x: Launch) -> None:
@@ -374,6 +461,24 @@ def translate_loc(x: Launch) -> None:
     x.programs[0] = x.blocks(longest, x.constants["BLOCK"])
     x.faults()
 
+    def counts(thread: Thread) -> list[tuple[str, Condition]]:
+        """A slot past the end; then of each int32 output, in order, a value that does not fit."""
+        index = x.constants["BLOCK"] * thread.program_id(0) + thread.lane((x.constants["BLOCK"],))[0]
+        live = x.terms.less(index, tokens)
+        slot, peer = thread.read("loc"), thread.read("mapping")
+        past = x.terms.at_least(slot, slots)
+        known = both(x.terms.at_least(slot, 0), x.terms.less(slot, slots))
+        swa = x.terms.choose(live, x.terms.choose(known, peer, number(-1)), number(PAD))
+        loc = x.terms.choose(live, slot, number(PAD))
+        found = [("translate_loc", both(live, past))]
+        outputs = (("swa_len", swa, out), ("loc_len", loc, out))
+        for length, value, dtype in (*outputs, ("swa_twin_len", swa, torch.int32), ("loc_twin_len", loc, torch.int32)):
+            if dtype is torch.int32:
+                found.append(("cast_loc", _unfit(x, index, length, value)))
+        return found
+
+    x.counts = counts
+
 
 def cast_loc(x: Launch) -> None:
     tokens = x.scalar("num_tokens", 0, MOST_TOKENS)
@@ -384,6 +489,13 @@ def cast_loc(x: Launch) -> None:
     x.apart["out"] = Relation(_z(x.terms.at_least(stride, 1)), "cast_write_loc: an output of its own")
     x.programs[0] = x.blocks(length, x.constants["BLOCK"])
     x.faults()
+
+    def counts(thread: Thread) -> list[tuple[str, Condition]]:
+        index = x.constants["BLOCK"] * thread.program_id(0) + thread.lane((x.constants["BLOCK"],))[0]
+        loc = x.terms.choose(x.terms.less(index, tokens), thread.read("loc"), number(PAD))
+        return [("cast_loc", _unfit(x, index, "out_len", loc))]
+
+    x.counts = counts
 
 
 def patch_map(x: Launch) -> None:

@@ -16,7 +16,7 @@ from portakv.conformance.prove import ttir
 from portakv.conformance.prove.launches import LAUNCHES, Case, Launch, cases
 from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
 from portakv.conformance.prove.threads import Access, Program, Thread, Total, Touch, UnknownOp
-from portakv.formats import Variant
+from portakv.formats import FAULT_KINDS, Variant
 
 SECONDS = 20
 """That z3 has for one question."""
@@ -32,7 +32,10 @@ class Finding:
 
 def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
     """Everything about the kernel whose TTIR is `text`. Raises `UnknownOp` for an op that has no meaning here."""
-    program = Program(ttir.parse(text), arguments)
+    return prove_program(Program(ttir.parse(text), arguments), variant, constants)
+
+
+def prove_program(program: Program, variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
     if variant.op not in LAUNCHES:
         raise UnknownOp(f"{variant.op}: expected an op whose launch is declared, one of {sorted(LAUNCHES)}")
     findings: list[Finding] = []
@@ -43,6 +46,20 @@ def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapp
     dead = [x for x in unreached if x.kind != "atomic"]
     findings += [Finding(f"{_name(x)} happens", "no launch makes it: nothing is shown of it") for x in dead]
     return findings
+
+
+def same_accesses(program: Program, other: Program, variant: Variant, constants: Mapping[str, Any]) -> bool:
+    """Whether every lane of two programs makes the same accesses, whatever the launch."""
+    for case in cases(variant.op, variant.fmt and variant.fmt.layout):
+        proof = CaseProof(program, variant, constants, case)
+        twin = Thread(other, proof.terms, "b", proof.launch.scalars, proof.launch.programs)
+        twin.variables = dict(proof.one.variables)  # the same lane, program and iteration
+        for a, access in zip(proof.touches, other.accesses, strict=True):
+            b = twin.touch(access)
+            moved = both(a.when, negate(proof.terms.equal(a.pointer.offset, b.pointer.offset)))
+            if proof._ask(z3.Or(_z(a.when) != _z(b.when), _z(moved))) is not None:
+                return False
+    return True
 
 
 def _name(access: Access) -> str:
@@ -68,13 +85,27 @@ class CaseProof:
         """All of this form; takes from `unreached` what some launch of it reaches."""
         everything = [fact for facts in self.terms.facts.values() for fact in facts]
         yield self._finding("a launch exists", self._ask(*everything, wanted=z3.sat))
-        for owed in self.one.owed:
-            yield self._finding("a sum does not overflow", self._ask(negate(owed)))
-        for touch in self.touches:
-            yield self._finding(f"{_name(touch.access)} stays inside", self._inside(touch))
-            if touch.access in unreached and self._ask(touch.when, wanted=z3.sat) is None:
+        broken = [("a sum does not overflow", negate(owed)) for owed in self.one.owed]
+        broken += [(f"{_name(touch.access)} stays inside", self._leaves(touch)) for touch in self.touches]
+        yield from self._exclude(broken)
+        new = [touch for touch in self.touches if touch.access in unreached]
+        if new and self._ask(*(touch.when for touch in new), wanted=z3.sat) is None:
+            unreached.clear()
+        for touch in new if unreached else ():
+            if self._ask(touch.when, wanted=z3.sat) is None:
                 unreached.remove(touch.access)
+        yield from self._counts()
         yield from self._once()
+
+    def _exclude(
+        self, broken: Sequence[tuple[str, Condition]], *known: Condition, twins: Mapping[str, str] | None = None
+    ) -> Iterator[Finding]:
+        """That none of several conditions can hold: asked of all at once, and of each where that is not so."""
+        asked = [(what, condition) for what, condition in broken if not z3.is_false(condition)]
+        together = asked and self._ask(*known, z3.Or(*(_z(x) for _, x in asked)), twins=twins)
+        for what, condition in broken:
+            surely = not together or z3.is_false(condition)
+            yield self._finding(what, None if surely else self._ask(*known, condition, twins=twins))
 
     def _finding(self, what: str, problem: str | None) -> Finding:
         form = ", ".join(self.case.values())
@@ -97,7 +128,8 @@ class CaseProof:
             problem = "no such launch" if answer == z3.unsat else f"not decided in {SECONDS} s"
         return problem
 
-    def _inside(self, touch: Touch) -> str | None:
+    def _leaves(self, touch: Touch) -> Condition:
+        """That an access leaves its tensor, or that its address or mask overflows."""
         pointer = touch.pointer
         size = self.launch.tensors[pointer.tensor]
         inside = both(
@@ -105,9 +137,27 @@ class CaseProof:
             self.terms.at_least(pointer.offset, 0),
             self.terms.at_least(size, pointer.offset + pointer.size),
         )
-        if touch.sound is True and inside is True:
-            return None
-        return self._ask(z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
+        return z3.simplify(z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
+
+    # Faults.
+
+    def _counts(self) -> Iterator[Finding]:
+        """Each atomic adds one to the counter of the launch's declaration, and exactly when that says so."""
+        atomics = [touch for touch in self.touches if touch.access.kind == "atomic"]
+        if self.launch.counts is None:
+            return
+        declared = self.launch.counts(self.one)
+        if len(declared) != len(atomics):
+            yield self._finding(
+                "faults are counted as declared", f"{len(declared)} declared, {len(atomics)} in the kernel"
+            )
+            return
+        broken = []
+        for (kind, when), touch in zip(declared, atomics, strict=True):
+            place = self.terms.equal(touch.pointer.offset, 8 * FAULT_KINDS.index(kind))
+            right = both(place, _z(touch.when) == _z(when))
+            broken.append((f"{_name(touch.access)} counts as declared", negate(right)))
+        yield from self._exclude(broken)
 
     # No byte twice.
 
@@ -125,19 +175,30 @@ class CaseProof:
         for tensor in dict.fromkeys(touch.pointer.tensor for touch in stores):
             apart = self.launch.apart.get(tensor)
             known = [*distinct, *(() if apart is None else (apart.holds,))]
+            broken = []
             for i, a in enumerate(stores):
+                if a.pointer.tensor != tensor:
+                    continue
                 for j, b in enumerate(others):
-                    if a.pointer.tensor == b.pointer.tensor == tensor and i <= j:
+                    if b.pointer.tensor == tensor and i <= j:
                         clash = both(a.when, b.when, self._overlap(a, b), self._different(a, b) if i == j else True)
                         what = f"{_name(a.access)} and {_name(b.access)} of two lanes write different bytes"
-                        yield self._finding(what, self._ask(*known, clash))
+                        broken.append((what, _z(clash)))
+                if tensor in self.launch.reserved:
+                    at, where = self.launch.reserved[tensor]()
+                    hit = both(where, self.terms.less(a.pointer.offset, at + 1))
+                    hit = both(a.when, hit, self.terms.less(at, a.pointer.offset + a.pointer.size))
+                    broken.append((f"{_name(a.access)} leaves the reserved page alone", _z(hit)))
+            yield from self._exclude(broken, *known)
         for view in self.launch.views:
             pairs = [(a, b) for a in stores for b in others if (a.pointer.tensor, b.pointer.tensor) == view.tensors]
             known = [*distinct, *(x.holds for x in view.relations)]
+            broken = []
             for a, b in pairs:
                 clash = both(a.when, b.when, self._overlap(a, b, view.apart))
                 what = f"{view.name}: {_name(a.access)} and {_name(b.access)} write different bytes"
-                yield self._finding(what, self._ask(*known, clash, twins=view.twins))
+                broken.append((what, _z(clash)))
+            yield from self._exclude(broken, *known, twins=view.twins)
 
     # Sums over loops. z3 knows nothing of sums; what is proved of every term is said of them.
 

@@ -221,6 +221,12 @@ class Terms:
             ends = [x * y for x in self.ranges[a] for y in self.ranges[b]]
             product = self.fresh("product", max(min(ends), -INFINITY), min(max(ends), INFINITY))
             self.products[key] = next(iter(product.factors))
+            for flag, other in ((a, b), (b, a)):
+                if self.ranges[flag] == (0, 1):
+                    asked = self._symbols[flag] == 0
+                    self.define(
+                        product, z3.If(asked, self.equal_(product, number(0)), self.equal_(product, Sum({other: 1})))
+                    )
         return Sum({self.products[key]: 1})
 
     def divide(self, x: Sum, y: Sum, floor: bool = False) -> tuple[Sum, Sum]:
@@ -319,7 +325,7 @@ class Terms:
                 laws = [z3.Implies(x1 <= 0, p1 <= 0), z3.Implies(x1 >= 1, p1 >= y), z3.Implies(x1 <= -1, p1 <= -y)]
                 laws += [z3.Implies(x1 == 0, p1 == 0), z3.Implies(x1 == 1, p1 == y)]
                 low, high = self.ranges[one[0]]
-                if -SMALL <= low and high <= SMALL:
+                if low >= -SMALL and high <= SMALL:
                     laws += [p1 >= low * y, p1 <= high * y]
             else:
                 x2, p2 = (self._symbols[name] for name in two)

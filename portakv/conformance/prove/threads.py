@@ -173,9 +173,8 @@ class Program:
                 elif op.name == "scf.if":
                     self._enter(inner, (*path, Branch(op.operands[0], i == 0)))
 
-    def skeleton(self) -> str:
-        """The ops that accesses, their masks and the ways to them derive from, values numbered: kernels that differ only
-        in what they make of data have the same."""
+    def needed(self) -> set[int]:
+        """The accesses, and the ops that their addresses, their masks and the ways to them derive from, by id."""
         needed: set[str] = set()
         waiting: list[str] = []
         for access in self.accesses:
@@ -196,6 +195,12 @@ class Program:
                 waiting += [x for x in block.ops[-1].operands if op.name in ("scf.for", "scf.if")]
             for step in self.paths[id(op)]:
                 waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
+        return kept
+
+    def skeleton(self) -> str:
+        """The ops that are needed, their values numbered: kernels that differ only in what they make of data have the
+        same."""
+        kept = self.needed()
         numbers: dict[str, str] = {}
 
         def numbered(match: re.Match[str]) -> str:
@@ -236,6 +241,7 @@ class Thread:
     owed: list[Condition] = field(default_factory=list)  # what must hold of every thread, beside its touches
     variables: dict[str, Sum] = field(default_factory=dict)  # what makes it this thread: program, lanes, iterations
     known: dict[str, Sum] = field(default_factory=dict)  # totals that are the same in another thread
+    _loaded: dict[int, Sum] = field(default_factory=dict)
     _memo: dict[object, Value] = field(default_factory=dict)
 
     def variable(self, what: str, most: int) -> Sum:
@@ -259,6 +265,19 @@ class Thread:
     def lane(self, shape: tuple[int, ...]) -> Lane:
         """This thread's element of a tensor of `shape`."""
         return tuple(self.variable(f"lane{axis}of{n}", n - 1) for axis, n in enumerate(shape))
+
+    def read(self, tensor: str, index: int = 0) -> Sum:
+        """What the lane reads from a tensor with its `index`-th load there; where it is masked, any number."""
+        loads = [x for x in self.program.accesses if x.kind == "load"]
+        mine = []
+        for load in loads:
+            lane = self.lane(load.op.types[0].shape)
+            pointer = self.value(load.op.operands[0], lane)
+            if isinstance(pointer, Pointer) and pointer.tensor == tensor:
+                mine.append((load, lane))
+        load, lane = mine[index]
+        self.value(load.op.results[0], lane)
+        return self._loaded[id(load.op)]
 
     def touch(self, access: Access) -> Touch:
         pointer_name = access.op.operands[0]
@@ -555,6 +574,11 @@ class Thread:
             "sge": lambda: terms.at_least(x, y),
             "eq": lambda: terms.equal(x, y),
             "ne": lambda: negate(terms.equal(x, y)),
+            # Of mutants: each holds in one case more.
+            "sle1": lambda: terms.at_least(y + 1, x),
+            "sge1": lambda: terms.at_least(x + 1, y),
+            "eq1": lambda: z3.Or(self._asked(terms.equal(x, y)), self._asked(terms.equal(x, y + 1))),
+            "true": lambda: True,
         }.get(op.predicate.rstrip(","))
         if asked is None:
             raise UnknownOp(f"arith.cmpi: expected a signed comparison, got {op.text!r}")
@@ -619,6 +643,7 @@ class Thread:
             return value
         memory = z3.Function(f"{pointer.tensor}.{kind.bits}", z3.IntSort(), z3.IntSort())
         self.terms.define(value.sum, self.terms.symbol(value.sum) == memory(self.terms.symbol(pointer.offset)))
+        self._loaded[id(op)] = value.sum
         if len(op.operands) == 1:
             self._note(pointer.tensor, Read(pointer.offset, value.sum, True))
             return value
