@@ -17,7 +17,7 @@ import z3
 
 from portakv.conformance.prove.terms import Condition, Sum, Terms, both, negate, number
 from portakv.conformance.prove.threads import Thread
-from portakv.formats import FAULT_KINDS, PAD, VECTOR_BYTES, Layout, Structure, Variant
+from portakv.formats import FAULT_KINDS, PAD, VECTOR_BYTES, Structure, Variant
 from portakv.kernels._triton.rows import MOST_ROWS
 
 MOST_BYTES = 1 << 56
@@ -540,12 +540,12 @@ def build_read(x: Launch) -> None:
         x.tensor(name, length_item, [(count, x.stride(f"{stride}_stride", length_item))])
         if count is not batch:
             x.assume(z3.Or(_z(terms.equal(count, 0)), _z(terms.equal(count, batch))), "launch: all lengths or none")
-    stride = x.stride("out_stride", out_item)
+    line = x.stride("out_stride", out_item)
     if ragged:
         x.tensors["out"] = out_item * places  # a vector that plan_read made, dense
     else:
-        x.tensor("out", out_item, [(lines, stride), (places, number(1))])
-        x.apart["out"] = Relation(_z(terms.at_least(stride, places)), "plan_read: rows of their own")
+        x.tensor("out", out_item, [(lines, line), (places, number(1))])
+        x.apart["out"] = Relation(_z(terms.at_least(line, places)), "plan_read: rows of their own")
     x.tensors["indptr"] = out_item * (lines + 1) if ragged else number(0)
     x.tensors["lens"] = x.tensors["starts"] = out_item * lines
     x.faults()
@@ -570,12 +570,12 @@ LAUNCHES: dict[str, Callable[[Launch], None]] = {
 """By op. An op without a line is not proved, which is an error."""
 
 
-def cases(op: str, fmt_layout: Layout | None) -> Iterator[Case]:
-    """The forms that a launch of `op` may have."""
+def cases(variant: Variant) -> Iterator[Case]:
+    """The forms that a launch of `variant` may have."""
     forms: dict[str, tuple[str, ...]] = {}
-    if fmt_layout is not None:
+    if variant.fmt is not None:
         forms["caches"] = ("rows", "pages")
-    if op == "move_kv":
+    if variant.op == "move_kv":
         forms["launch"] = ("into the scratch", "out of the scratch")
     for values in itertools.product(*forms.values()):
         yield dict(zip(forms, values, strict=True))

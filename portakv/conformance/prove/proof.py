@@ -40,7 +40,7 @@ def prove_program(program: Program, variant: Variant, constants: Mapping[str, An
         raise UnknownOp(f"{variant.op}: expected an op whose launch is declared, one of {sorted(LAUNCHES)}")
     findings: list[Finding] = []
     unreached = set(program.accesses)
-    for case in cases(variant.op, variant.fmt and variant.fmt.layout):
+    for case in cases(variant):
         findings += CaseProof(program, variant, constants, case).findings(unreached)
     # Faults of a kind that int32 slots cannot have are counted nowhere.
     dead = [x for x in unreached if x.kind != "atomic"]
@@ -50,7 +50,7 @@ def prove_program(program: Program, variant: Variant, constants: Mapping[str, An
 
 def same_accesses(program: Program, other: Program, variant: Variant, constants: Mapping[str, Any]) -> bool:
     """Whether every lane of two programs makes the same accesses, whatever the launch."""
-    for case in cases(variant.op, variant.fmt and variant.fmt.layout):
+    for case in cases(variant):
         proof = CaseProof(program, variant, constants, case)
         twin = Thread(other, proof.terms, "b", proof.launch.scalars, proof.launch.programs)
         twin.variables = dict(proof.one.variables)  # the same lane, program and iteration

@@ -7,7 +7,7 @@ number comes with the condition under which no step on its way overflowed, `ok`;
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import z3
@@ -404,8 +404,8 @@ class Thread:
 
     def _carried(self, loop: Op, at: int) -> Value:
         if at == 0:
-            first, _, _, low = self.bounds(loop)
-            return Number(low, first.ok)
+            first, _, _, turn = self.bounds(loop)
+            return Number(turn, first.ok)
         low, high = self._carried_range(loop, at - 1)
         return Number(self.terms.fresh("carried", low, high))
 
@@ -567,7 +567,7 @@ class Thread:
         assert isinstance(a, Number)
         assert isinstance(b, Number)
         terms, x, y = self.terms, a.sum, b.sum
-        asked = {
+        holds: dict[str, Callable[[], Condition]] = {
             "slt": lambda: terms.less(x, y),
             "sle": lambda: terms.at_least(y, x),
             "sgt": lambda: terms.less(y, x),
@@ -579,7 +579,8 @@ class Thread:
             "sge1": lambda: terms.at_least(x + 1, y),
             "eq1": lambda: z3.Or(self._asked(terms.equal(x, y)), self._asked(terms.equal(x, y + 1))),
             "true": lambda: True,
-        }.get(op.predicate.rstrip(","))
+        }
+        asked = holds.get(op.predicate.rstrip(","))
         if asked is None:
             raise UnknownOp(f"arith.cmpi: expected a signed comparison, got {op.text!r}")
         return Truth(asked(), both(a.ok, b.ok))
