@@ -22,7 +22,7 @@ from portakv.testing import formats
 _SAME_SIZE = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32}
 """To an address a dtype is its size."""
 
-_OF_ADDRESSES = ("HEADS", "ROWS", "K_DIM", "V_DIM", "BLOCK", "BLOCKS", "ALIGNED", "SPAN")
+_OF_ADDRESSES = ("HEADS", "ROWS", "K_DIM", "V_DIM", "BLOCK", "BLOCKS", "ALIGNED", "SPAN", "SEQUENCES")
 """The constexprs that say how rows are cut; the others are of floats, or stand in the kernel alone."""
 
 

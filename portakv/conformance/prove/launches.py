@@ -16,7 +16,8 @@ import torch
 import z3
 
 from portakv.conformance.prove.terms import Condition, Sum, Terms, both, negate, number
-from portakv.conformance.prove.threads import Thread
+from portakv.conformance.prove.threads import Loop, Thread
+from portakv.conformance.prove.ttir import Op
 from portakv.formats import FAULT_KINDS, PAD, VECTOR_BYTES, Structure, Variant
 from portakv.kernels._triton.rows import MOST_ROWS
 
@@ -61,7 +62,8 @@ class Launch:
     `tensors` are their bytes; `assumed` holds always. What only "no byte is written twice" needs: `apart`, that no two
     elements of a tensor share a byte; `distinct`, slot tensors and the bounds of their live slots, no two of which are
     the same; `views`, how K and V may lie in one buffer. `reserved` gives any byte of a reserved page, and when it is
-    one. `counts` says of each atomic, in the kernel's order, which fault a lane counts with it, and when.
+    one. `counts` says of each atomic, in the kernel's order, which fault a lane counts with it, and when; None where
+    that is not declared.
     """
 
     terms: Terms
@@ -75,8 +77,9 @@ class Launch:
     apart: dict[str, Relation] = field(default_factory=dict)
     views: list[View] = field(default_factory=list)
     distinct: dict[str, tuple[Sum, Sum]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)  # the first byte that may be accessed, unless that is 0
     reserved: dict[str, Callable[[], tuple[Sum, Condition]]] = field(default_factory=dict)
-    counts: Callable[[Thread], Sequence[tuple[str, Condition]]] | None = None
+    counts: Callable[[Thread], Sequence[tuple[str, Condition | None]]] = lambda thread: ()
 
     # Numbers.
 
@@ -450,7 +453,7 @@ def translate_loc(x: Launch) -> None:
     tokens = x.scalar("num_tokens", 0, MOST_TOKENS)
     x.slots("loc", "loc_stride", tokens)
     slots = x.scalar("num_slots", 0, MOST_SLOTS)
-    x.tensors["mapping"] = 8 * (slots + 1)  # full_to_swa: an entry a slot and one more, dense
+    x.tensors["mapping"] = 8 * slots  # full_to_swa: an entry a slot; the one behind is nobody's
     longest = x.terms.name("longest", 1, MOST_TOKENS)
     for name, item in (("swa_out", out.itemsize), ("loc_out", out.itemsize), ("swa_twin", 4), ("loc_twin", 4)):
         length = x.scalar(f"{name.removesuffix('_out') if name != 'loc_out' else 'loc'}_len", 0, MOST_TOKENS)
@@ -518,7 +521,7 @@ def build_read(x: Launch) -> None:
     requests = x.scalar("num_requests", 0, MOST_LENGTH)
     lines = x.scalar("num_lines", 0, MOST_LENGTH - 2)
     places = x.scalar("num_places", 0, MOST_PLACES)
-    slots = x.scalar("num_slots", 0, MOST_SLOTS)
+    slots = x.scalar("num_slots", 1, MOST_SLOTS)
     mapped = x.scalar("has_mapping", 0, 1)
     x.scalar("prefix_only", 0, 1)
     x.scalar("pad", -1, 0)
@@ -530,7 +533,8 @@ def build_read(x: Launch) -> None:
     some = both(terms.at_least(requests, 1), terms.at_least(width, 1))
     x.tensors["table"] = terms.choose(some, item * row, number(0))
     x.assume(terms.at_least(number(MOST_BYTES), x.tensors["table"]), "a tensor lies in memory")
-    x.tensors["mapping"] = terms.choose(terms.equal(mapped, 1), 8 * (slots + 1), number(0))
+    # As in translate_loc; nobody asks for the peer of slot 0, which is padding.
+    x.tensors["mapping"], x.starts["mapping"] = terms.choose(terms.equal(mapped, 1), 8 * slots, number(0)), 8
     for name, count, stride in (
         ("rows", batch, "rows"),
         ("seq_lens", batch, "seq"),
@@ -552,6 +556,80 @@ def build_read(x: Launch) -> None:
     longest = terms.minimum(width, places) if ragged else places
     x.programs[0] = lines + 1
     x.programs[1] = terms.maximum(number(1), x.blocks(longest, x.constants["SPAN"]))
+    x.counts = functools.partial(_read_faults, x)
+
+
+def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]]:
+    """Of `build_read`, in the order of its atomics."""
+    terms, per_query = x.terms, x.variant.structure is Structure.QUERY_ROWS
+    width, slots = x.scalars["width"], x.scalars["num_slots"]
+    line, split = thread.program_id(0), thread.program_id(1)
+    accesses = thread.program.accesses
+    atomics = [access for access in accesses if access.kind == "atomic"]
+
+    # A sequence out of order is counted by the first program of the line past the last one.
+    judging = atomics[per_query]
+    (loop,) = (step.op for step in judging.path if isinstance(step, Loop))
+    block = thread.bounds(loop)[3] + thread.lane((x.constants["SEQUENCES"],))[0]
+    row = thread.read("rows")
+    end = _length(x, thread.read("seq_lens"), True)
+    end += _length(x, thread.read("extra_lens"), terms.less(block, x.scalars["num_extra"]))
+    known = both(terms.at_least(row, 0), terms.less(row, x.scalars["num_requests"]), terms.at_least(width, end))
+    judges = both(terms.equal(line, x.scalars["num_lines"]), terms.equal(split, 0))
+    live = terms.less(block, x.scalars["batch"])
+    found: list[tuple[str, Condition | None]] = [("build_read", None)] * per_query
+    found.append(("build_read", both(judges, live, negate(known))))
+
+    # A line that is cut. Where lines are queries, which sequence it is of comes from a sum.
+    found.append(("build_read", None if per_query else _cut(x, thread, loop)))
+
+    # A slot that is read and lies past the end; a value that is written and does not fit.
+    table = next(a for a in accesses if a.kind == "load" and thread.touch(a).pointer.tensor == "table")
+    read, slot = thread.touch(table).when, thread.read("table")
+    found.append(("build_read", both(read, terms.at_least(slot, slots))))
+    if x.variant.out_index_dtype is torch.int32:
+        mapped = _z(terms.equal(x.scalars["has_mapping"], 1))
+        peer = thread.read("mapping")
+        has_peer = z3.Or(z3.Not(mapped), _z(terms.at_least(peer, 1)))
+        named = both(terms.at_least(slot, 1), terms.less(slot, slots), has_peer)
+        value = terms.choose(mapped, peer, slot)
+        if x.variant.structure is Structure.ROWS:  # pages are rows of every `step`-th slot
+            pages, _ = terms.divide(value, x.scalars["step"])
+            value = terms.choose(terms.equal(x.scalars["step"], 1), value, pages)
+        found.append(("cast_loc", both(read, named, negate(terms.fits(value, 32)))))
+    return found
+
+
+def _length(x: Launch, length: Sum, live: Condition) -> Sum:
+    """A length as the kernel takes it: in [0, width + 1], 0 where there is none."""
+    terms = x.terms
+    return terms.choose(live, terms.minimum(terms.maximum(length, number(0)), x.scalars["width"] + 1), number(0))
+
+
+def _cut(x: Launch, thread: Thread, summed: Op) -> Condition:
+    """That a sequence names more than its line has room for."""
+    terms, scalars = x.terms, x.scalars
+    line, split, width, places = thread.program_id(0), thread.program_id(1), scalars["width"], scalars["num_places"]
+    row = thread.read("rows", 1)
+    known = both(terms.at_least(row, 0), terms.less(row, scalars["num_requests"]))
+    end = _length(x, thread.read("seq_lens", 1), True)
+    end += _length(x, thread.read("extra_lens", 1), terms.less(line, scalars["num_extra"]))
+    end = terms.choose(known, terms.minimum(end, width), number(0))
+    given = terms.less(line, scalars["num_queries"])
+    ragged = x.variant.structure is Structure.RAGGED
+    queries = _length(x, thread.read("query_lens", 1 if ragged else 0), True)
+    queries = terms.minimum(terms.choose(given, queries, number(1)), width)
+    start = terms.maximum(end - queries - scalars["window"] + 1, number(0))
+    stop = end - terms.times(scalars["prefix_only"], queries)
+    some = terms.less(start, stop)
+    room = terms.times(places, scalars["step"])
+    if ragged:
+        before = next(total.result for total in thread.totals if total.loop is summed and total.name.endswith("#0"))
+        room = places - terms.minimum(before, places)
+    else:
+        start -= terms.divide(start, scalars["step"])[1]  # pages begin at a page's first slot
+    here = both(terms.less(line, scalars["num_lines"]), terms.less(line, scalars["batch"]), terms.equal(split, 0))
+    return both(here, some, terms.less(room, stop - start))
 
 
 LAUNCHES: dict[str, Callable[[Launch], None]] = {

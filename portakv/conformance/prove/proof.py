@@ -52,8 +52,13 @@ def same_accesses(program: Program, other: Program, variant: Variant, constants:
     """Whether every lane of two programs makes the same accesses, whatever the launch."""
     for case in cases(variant):
         proof = CaseProof(program, variant, constants, case)
-        twin = Thread(other, proof.terms, "b", proof.launch.scalars, proof.launch.programs)
-        twin.variables = dict(proof.one.variables)  # the same lane, program and iteration
+        known: dict[str, Sum] = {}
+        for name in ("b", "c"):  # once more, when it is known which sums are the same
+            twin = Thread(other, proof.terms, name, proof.launch.scalars, proof.launch.programs, known=known)
+            twin.variables = dict(proof.one.variables)  # the same lane, program and iteration
+            for access in other.accesses:
+                twin.touch(access)
+            known = proof.same_totals(twin)
         for a, access in zip(proof.touches, other.accesses, strict=True):
             b = twin.touch(access)
             moved = both(a.when, negate(proof.terms.equal(a.pointer.offset, b.pointer.offset)))
@@ -134,7 +139,7 @@ class CaseProof:
         size = self.launch.tensors[pointer.tensor]
         inside = both(
             pointer.ok,
-            self.terms.at_least(pointer.offset, 0),
+            self.terms.at_least(pointer.offset, self.launch.starts.get(pointer.tensor, 0)),
             self.terms.at_least(size, pointer.offset + pointer.size),
         )
         return z3.simplify(z3.Or(negate(touch.sound), _z(both(touch.when, negate(inside)))))
@@ -144,8 +149,6 @@ class CaseProof:
     def _counts(self) -> Iterator[Finding]:
         """Each atomic adds one to the counter of the launch's declaration, and exactly when that says so."""
         atomics = [touch for touch in self.touches if touch.access.kind == "atomic"]
-        if self.launch.counts is None:
-            return
         declared = self.launch.counts(self.one)
         if len(declared) != len(atomics):
             yield self._finding(
@@ -154,6 +157,8 @@ class CaseProof:
             return
         broken = []
         for (kind, when), touch in zip(declared, atomics, strict=True):
+            if when is None:
+                continue
             place = self.terms.equal(touch.pointer.offset, 8 * FAULT_KINDS.index(kind))
             right = both(place, _z(touch.when) == _z(when))
             broken.append((f"{_name(touch.access)} counts as declared", negate(right)))
@@ -165,7 +170,7 @@ class CaseProof:
         stores = [touch for touch in self.touches if touch.access.kind == "store"]
         if not stores:
             return
-        other = self._thread("b", self._same_totals())
+        other = self._thread("b", self._totals_of_all())
         others = [other.touch(touch.access) for touch in stores]
         distinct = [
             *self._order_totals(other),
@@ -218,13 +223,18 @@ class CaseProof:
         _, last, _, low = besides[0].bounds(loop)
         return found, both(self.terms.at_least(turn, 0), self.terms.less(low, last.sum))
 
-    def _same_totals(self) -> dict[str, Sum]:
+    def _totals_of_all(self) -> dict[str, Sum]:
         """Totals that every program comes to."""
-        other, same = self._thread("c"), {}
+        other = self._thread("c")
         other.program_id(0), other.program_id(1)
+        return self.same_totals(other)
+
+    def same_totals(self, other: Thread) -> dict[str, Sum]:
+        """Totals to which another thread, of this program or of one with the same loops, adds the same terms."""
+        same = {}
         for total in self.one.totals:
             (x, y), when = self._terms_of([self.one, other], [total, total], None)
-            if self._ask(both(when, negate(self.terms.equal(x, y)))) is None:
+            if self._ask(when, negate(self.terms.equal(x, y))) is None:
                 same[total.name] = total.result
         return same
 
