@@ -80,6 +80,16 @@ def execute(session: nox.Session, triton: str) -> None:
         session.run("portakv", "check", "--target", targets, *session.posargs, env=env)
 
 
+@nox.session
+@nox.parametrize("triton", ["triton", "triton==3.6.0"], ids=["newest", "3.6.0"])
+def prove(session: nox.Session, triton: str) -> None:
+    """Under one Triton: that no variant leaves its tensors, for every NVIDIA and AMD target."""
+    session.install(*CONSTRAINTS, ".[test,prove]", triton)
+    session.run("pytest", "tests/test_prove.py", env={"CI": "true"})
+    targets = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx90a,gfx942,gfx950,gfx1100,gfx1201"
+    session.run("portakv", "prove", "--target", targets)
+
+
 @nox.session(name="compile-xpu")
 def compile_matrix_xpu(session: nox.Session) -> None:
     """Every variant for Intel GPUs. Needs Debian's libze-dev and libze1: the backend builds a parser of its own."""

@@ -1,5 +1,5 @@
-"""`portakv info`, `check`, `compile` and `run`: what was chosen here and why, if its bytes are right, what kernels
-compile to, and a model on a pool.
+"""`portakv info`, `check`, `compile`, `prove` and `run`: what was chosen here and why, if its bytes are right, what
+kernels compile to and where they reach, and a model on a pool.
 
 Results go to stdout, progress and errors to stderr. Exit code 1 is a mismatch, 2 a command that cannot run.
 """
@@ -217,6 +217,49 @@ def compile_kernels(
         for problem in report.problems:
             _print_problem(f"{report.target} {report.op} {report.variant}: {problem}")
     if not all(report.ok for report in reports) or (target and unavailable):
+        raise typer.Exit(1)
+
+
+@app.command()
+def prove(
+    target: Annotated[str, typer.Option(metavar="NAME,…", help="What compile takes.")] = "sm_90",
+    as_json: AsJson = False,
+) -> None:
+    """Prove of every kernel that it stays inside its tensors and writes no byte twice, whatever the slots are."""
+    with _one_line_errors():
+        try:
+            from portakv.conformance.prove import kernels
+        except ModuleNotFoundError as e:
+            if e.name != "z3":
+                raise
+            raise PortaKVError("proofs need z3: pip install 'portakv[prove]'") from None
+        wanted = [compilation.Target.parse(name) for name in dict.fromkeys(target.split(","))]
+        for one in wanted:
+            if (why := one.unavailable()) is not None:
+                raise PortaKVError(f"{one.name} cannot be compiled for: {why}")
+        variants = kernels.all_variants()
+        found = {}
+        with _progress() as bars:
+            task = bars.add_task("proving", total=len(wanted) * len(variants))
+            for one in wanted:
+                found[one.name] = list(kernels.prove_all(one, variants, functools.partial(bars.advance, task)))
+    results = [(name, result) for name, of in found.items() for result in of]
+    if as_json:
+        versions = _versions() | {"triton": compilation.triton_version()}
+        shown = [{"target": name, **dataclasses.asdict(result)} for name, result in results]
+        _print_json({"versions": versions, "kernels": shown})
+    else:
+        table = _table("Proofs (docs/kernels.md says of what)", "target", "op", "variants", "proved", "not proved")
+        for name, of in found.items():
+            for op in dict.fromkeys(result.op for result in of):
+                mine = [result for result in of if result.op == op]
+                counts = (sum(len(r.variants) for r in mine), sum(r.proved for r in mine))
+                table.add_row(name, op, *map(str, counts), str(sum(len(r.problems) for r in mine)))
+        _out.print(table)
+    for name, result in results:
+        for problem in result.problems:
+            _print_problem(f"{name} {result.op} {result.variants[0]}: {problem}")
+    if any(result.problems for _, result in results):
         raise typer.Exit(1)
 
 

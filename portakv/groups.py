@@ -70,6 +70,7 @@ class LayerGroup:
     v_caches: torch.Tensor
     scales: torch.Tensor
     store_checks: bool
+    gathers_batches: bool
     raw: KVFormat
     kernels: Mapping[str, Callable[..., None]]
     traced: Mapping[str, Callable[..., None]]
@@ -110,7 +111,7 @@ class LayerGroup:
             store_checks=self.store_checks,
             store_rope=self.kernels.get(f"store_kv_rope{fmt.family}"),
             gather=self.kernels[f"gather_kv{fmt.family}"],
-            gathers_batches=self.store_checks and not fmt.family,
+            gathers_batches=self.gathers_batches,
             traced_store=self.traced[f"store_kv{fmt.family}"],
             traced_store_rope=self.traced.get(f"store_kv_rope{fmt.family}"),
             traced_gather=self.traced[f"gather_kv{fmt.family}"],
@@ -282,6 +283,7 @@ def allocate_group(
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
         store_checks=all(selection.row.checks for op, selection in chosen.items() if op.startswith("store_kv")),
+        gathers_batches=not fmt.family and chosen["gather_kv"].row.checks,
         raw=_one_object(fmt.raw),
         kernels={op: dispatch.load(op, selection) for op, selection in chosen.items()},
         traced=ops.traced(chosen, fmt.ops),

@@ -245,6 +245,31 @@ def test_tensors_elsewhere_are_refused() -> None:
         cuda.patch_map(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
 
 
+@pytest.mark.parametrize("op", ["store_kv", "gather_kv", "store_kv_rope", "move_kv", "store_kv_flashmla"])
+def test_more_rows_than_32_bits_count_are_refused(op: str) -> None:
+    """Before anything is compiled; the tensors are expanded, and take no memory."""
+    packed = op.endswith("flashmla")
+    fmt = KVFormat(1, 448, 64, torch.float8_e4m3fn, 64, Layout.FLASHMLA) if packed else KVFormat(8, 8, 8, torch.float16)
+    tokens = 2**28 + 1
+    loc = torch.ones(1, dtype=torch.int32).expand(tokens)
+    ones, faults = torch.ones(fmt.num_kv_heads), torch.zeros(len(FAULT_KINDS), dtype=torch.int64)
+    dims = fmt.head_dim, fmt.v_head_dim
+    k, v = (torch.zeros(1, fmt.num_kv_heads, n, dtype=torch.float16).expand(tokens, -1, -1) for n in dims)
+    caches = [torch.zeros(2, 8, 8, dtype=torch.float16) for _ in "kv"]
+    kernel = getattr(cuda, op)
+    with pytest.raises(ValueError, match="expected at most 268435456 tokens of 8 rows in one launch, got 268435457"):
+        match op:
+            case "gather_kv":
+                kernel(*caches, loc, k, v, ones, ones, faults, fmt)
+            case "move_kv":
+                kernel(*(x[None] for x in caches), loc, loc, faults, fmt)
+            case "store_kv_rope":
+                angles, positions = torch.zeros(4, 8), torch.zeros(1, dtype=torch.int32).expand(tokens)
+                kernel(k, v, *caches, loc, ones, ones, angles, positions, False, faults, fmt)
+            case _:
+                kernel(k, v, *caches, loc, ones, ones, faults, fmt)
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_launch_arguments(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches Triton's launcher: grid, stream, pointers, scalars, a None for each constexpr."""

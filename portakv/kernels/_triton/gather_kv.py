@@ -11,6 +11,7 @@ from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.floats import decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
 from portakv.kernels._triton.rows import (
+    MOST_ROWS,
     Tile,
     cache_layout,
     check_pair,
@@ -18,6 +19,7 @@ from portakv.kernels._triton.rows import (
     cut_rows,
     row_alignment,
     row_pointers,
+    too_many_rows,
 )
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
@@ -56,6 +58,8 @@ def launch(
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
+    if num_tokens * fmt.num_kv_heads > MOST_ROWS:
+        raise too_many_rows(num_tokens, fmt.num_kv_heads)
     dtype = k_out.dtype
     k_token, k_head, _ = k_out.stride()
     v_token, v_head, _ = v_out.stride()

@@ -13,7 +13,16 @@ import triton.language as tl
 
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import Tile, cache_layout, check_pair, cut_rows, row_alignment, row_pointers
+from portakv.kernels._triton.rows import (
+    MOST_ROWS,
+    Tile,
+    cache_layout,
+    check_pair,
+    cut_rows,
+    row_alignment,
+    row_pointers,
+    too_many_rows,
+)
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
 Tensor = torch.Tensor
@@ -51,6 +60,8 @@ def launch(
     num_layers, num_tokens = k_caches.shape[0], tgt.shape[0]
     if num_tokens == 0 or num_layers == 0:
         return
+    if num_tokens * fmt.num_kv_heads > MOST_ROWS:
+        raise too_many_rows(num_tokens, fmt.num_kv_heads)
     pages, *k_lies = cache_layout(k_caches[0])
     v_pages, *v_lies = cache_layout(v_caches[0])
     check_pair("v_caches", k_caches.dtype, v_caches.dtype, "v_caches", pages, v_pages)

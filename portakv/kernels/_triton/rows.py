@@ -22,6 +22,9 @@ from portakv.kernels._triton.floats import FLOATS
 
 UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
+MOST_ROWS = 1 << 31
+"""Of one launch: kernels count rows in 32 bits, and a row past the last one of a full program must still fit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -139,6 +142,12 @@ def cache_layout(cache: torch.Tensor) -> tuple[tuple[int, int], int, int, int]:
     if shape[1] == 1:  # kernels tell a paged cache by its page size
         return (shape[0], 1), 0, stride[0], stride[2]
     return (shape[0] * shape[1], shape[1]), stride[0], stride[1], stride[2]
+
+
+def too_many_rows(num_tokens: int, per_token: int) -> ValueError:
+    """What a launcher raises above `MOST_ROWS`."""
+    most = MOST_ROWS // per_token
+    return ValueError(f"loc: expected at most {most} tokens of {per_token} rows in one launch, got {num_tokens}")
 
 
 def check_pair(

@@ -16,7 +16,16 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, VECTOR_BYTES, KVFormat, Layout, Variant
 from portakv.kernels._triton.floats import FLOATS, decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import UNITS, Tile, cache_layout, check_pair, row_alignment, row_pointers
+from portakv.kernels._triton.rows import (
+    MOST_ROWS,
+    UNITS,
+    Tile,
+    cache_layout,
+    check_pair,
+    row_alignment,
+    row_pointers,
+    too_many_rows,
+)
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 from portakv.kernels._triton.store_kv_rope import (
     ROPE_TENSORS,
@@ -136,6 +145,9 @@ def launch_blocks(
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
+    per_token = fmt.head_dim // fmt.block + 1
+    if num_tokens * per_token > MOST_ROWS:
+        raise too_many_rows(num_tokens, per_token)
     (k, v), (k_cache, v_cache) = rows, caches
     k_token, v_token = k.stride(0), v.stride(0)
     pages, k_page, k_slot, _ = cache_layout(k_cache)
@@ -152,9 +164,8 @@ def launch_blocks(
     else:
         angles, more = rope_arguments(*rope)
     kernel = launcher.find(op, k_cache, fmt, k.dtype, loc.dtype, None, alignment, rope and rope[0].dtype)
-    blocks = num_tokens * (fmt.head_dim // fmt.block + 1)
     scalars = (num_tokens, loc.stride()[0], *pages, k_token, v_token, k_page, k_slot, v_page, v_slot, *more)
-    kernel((-(-blocks // kernel.rows), 1, 1), (*tensors, loc, *angles, faults), scalars)
+    kernel((-(-num_tokens * per_token // kernel.rows), 1, 1), (*tensors, loc, *angles, faults), scalars)
 
 
 @triton.jit

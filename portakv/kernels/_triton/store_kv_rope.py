@@ -12,7 +12,17 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.floats import FLOATS, decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rows import UNITS, Tile, cache_layout, check_pair, conversion, cut_rows, row_pointers
+from portakv.kernels._triton.rows import (
+    MOST_ROWS,
+    UNITS,
+    Tile,
+    cache_layout,
+    check_pair,
+    conversion,
+    cut_rows,
+    row_pointers,
+    too_many_rows,
+)
 from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, load_slots, slot_offset
 
 Tensor = torch.Tensor
@@ -84,6 +94,8 @@ def launch(
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
+    if num_tokens * fmt.num_kv_heads > MOST_ROWS:
+        raise too_many_rows(num_tokens, fmt.num_kv_heads)
     k_token, k_head, _ = k.stride()
     v_token, v_head, _ = v.stride()
     pages, k_page, k_slot, k_cache_head = cache_layout(k_cache)
