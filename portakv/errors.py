@@ -15,7 +15,7 @@ class PortaKVError(Exception):
 
 
 def _rebuild(kind: type[PortaKVError], args: tuple[Any, ...], state: dict[str, Any]) -> PortaKVError:
-    error = kind.__new__(kind, *args)
+    error = Exception.__new__(kind, *args)
     error.__dict__.update(state)
     return error
 

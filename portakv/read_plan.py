@@ -144,18 +144,20 @@ class ReadPlanner:
             max_query_len = as_int("max_query_len", max_query_len, 0)
         bounds = (max_len, min(max_query_len, max_len), style.column_multiple, formats)
         on_device: Sequence[Lengths] = tuple(columns.values())
-        measured = None
+        measured, known = None, None
         # On a CPU a batch in order is what the kernel takes: no more to do than to measure it.
         if not check and devices.shares_host_memory(self._device) and not is_dynamo_compiling():
             measured = self._measure(*on_device, table.shape[0], *bounds)
         if measured is None:
-            size, on_device, measured = self._batch(table, columns, max_query_len, check, bounds)
+            size, on_device, measured, known = self._batch(table, columns, max_query_len, check, bounds)
         if measured is None:
             shapes = _bound(size, max_len, max_query_len, style.column_multiple, formats)
         else:
             size, shapes = measured
         if out is not None:
             _check_room(out, size, shapes, measured is not None)
+        if check and known is not None:
+            self._check_slots(table, known, formats)
         plan = self._new_plan(style, formats, shapes, size, max_len, bounds[1]) if out is None else out
         if size == 0 and out is None:  # an idle rank launches nothing
             for read in plan.structures:
@@ -248,9 +250,9 @@ class ReadPlanner:
 
     def _batch(
         self, table: Tensor, columns: dict[str, Lengths], max_query_len: int, check: bool, bounds: _Bounds
-    ) -> tuple[int, list[Tensor | None], tuple[int, Shapes] | None]:
-        """The number of requests, the columns as the op takes them, and what `measure_read` finds, None unless all
-        lengths are known on the host. Raises for what is wrong in shape, dtype or device, or is known to be."""
+    ) -> tuple[int, list[Tensor | None], tuple[int, Shapes] | None, dict[str, Ints]]:
+        """The number of requests, the columns as the op takes them, what `measure_read` finds, None unless all lengths
+        are known on the host, and what is. Raises for what is wrong in shape, dtype or device, or is known to be."""
         size = self._check_columns(columns)
         on_host = {name: devices.shares_host_memory(x.device) for name, x in columns.items() if isinstance(x, Tensor)}
         if is_dynamo_compiling() and any(on_host.values()):
@@ -272,9 +274,7 @@ class ReadPlanner:
             measured = self._measure(*tensors, num_rows if "req_rows" in known else 1, *bounds)
         if measured is None:
             _check_values(known, complete, num_rows, bounds[0], max_query_len)
-        elif check:
-            self._check_slots(table, known, bounds[-1])
-        return size, self._place(columns, known, size), measured
+        return size, self._place(columns, known, size), measured, known
 
     def _check_slots(self, table: Tensor, known: Mapping[str, Ints], formats: Sequence[ReadFormat]) -> None:
         """Raise for a slot that the plan would name and that is past the last one, free, without SWA bytes, or in

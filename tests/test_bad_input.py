@@ -1110,7 +1110,7 @@ CHECKED: list[Bad] = [
         "a slot past the last row that attention would read",
         lambda w: w.read(torch.where(torch.arange(16) == 8, ROWS, w.held).expand(2, 16).to(w.pool.device)),
         SlotFault,
-        r"req_to_token\[0, 8\]: expected a slot below 36, got 36",
+        r"req_to_token\[0, 8\] \(request 0, full side\): expected a slot below 36, got 36",
     ),
     (
         "a slot past the last row",

@@ -69,12 +69,19 @@ def test_other_dtypes_are_refused(make_pool, dtype, source, unchanged):
         pool.gather_kv(0, write_loc, dtype=source)
 
 
-def test_k_and_v_share_a_dtype(make_pool, unchanged):
-    pool = make_pool([LayerSpec(None, 1, 8)], size=8)
-    write_loc = pool.plan_write(pool.allocator.alloc(1))
-    x = torch.ones(1, 1, 8, device=pool.device)
-    with (
-        unchanged(pool),
-        pytest.raises(TypeError, match=r"v: expected torch\.float32 as k, got torch\.float16"),
-    ):
-        pool.set_kv_buffer(0, write_loc, x, x.half())
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2fnuz])
+@pytest.mark.parametrize("check", [False, True])
+def test_k_and_v_are_each_converted_on_their_own(make_pool, kept, check):
+    """As under autocast, where a rope in float32 meets a projection in bfloat16."""
+    pool = make_pool([LayerSpec(None, 2, 16), LayerSpec(4, 2, 16)], size=16, swa_size=16, dtype=kept, check=check)
+    write_loc = pool.plan_write(pool.allocator.alloc(5))
+    wide = torch.randn(5, 2, 16, device=pool.device) * 3
+    for layer in range(2):
+        pool.set_scales(layer, 0.5, 0.37)
+        for k_dtype, v_dtype in ((torch.float32, torch.float16), (torch.bfloat16, torch.float32)):
+            k, v = wide.to(k_dtype), wide.to(v_dtype)
+            pool.set_kv_buffer(layer, write_loc, k, v)
+            got = [x.view(torch.uint8) for x in pool.gather_kv(layer, write_loc)]
+            for i, x in enumerate((k, v)):
+                pool.set_kv_buffer(layer, write_loc, x, x)
+                assert torch.equal(got[i], pool.gather_kv(layer, write_loc)[i].view(torch.uint8))
