@@ -14,6 +14,7 @@ OnPatch = Callable[[Ints, Ints], None]
 """Gets the slots whose mapping is about to change, and what it becomes. What it raises refuses the whole call."""
 
 NO_PAGES: Ints = np.empty(0, np.int64)
+_NO_PEER: Ints = np.zeros((1, 1), np.int64)
 
 
 class HybridPages:
@@ -74,20 +75,20 @@ class HybridPages:
         changes: list[tuple[np.ndarray[Any, Any], Any, Any]] = []
         mapped = NO_PAGES if peers is None else peers[0]
         if peers is not None and mapped.size:
-            none = np.zeros((mapped.size, self.page_size), np.int64)
-            changes.append((self._map, mapped, none if peers[1] is None else self._rows_of(peers[1])))
+            changes.append((self._map, mapped, self._rows_of(peers[1])))
         if fill is not None:
             changes.append((self.fill, *fill))
         if unwritten is not None and unwritten[0].size:
             changes.append((self.unwritten, *unwritten))
         tops = [self.full.top - taken[0], self.swa.top - taken[1]]
         if freed is not None and self.queue is None:
-            for i, (side, pages) in enumerate(zip((self.full, self.swa), freed, strict=True)):
-                changes.append((side.stack, slice(tops[i], tops[i] + pages.size), pages[::-1]))
-                tops[i] += pages.size
+            for i, (side, pages) in enumerate(((self.full, freed[0]), (self.swa, freed[1]))):
+                if pages.size:
+                    changes.append((side.stack, slice(tops[i], tops[i] + pages.size), pages[::-1]))
+                    tops[i] += pages.size
         self._remember(changes, mapped)
         if mapped.size:
-            self._patch(mapped, changes[0][2])
+            self._patch(mapped, peers[1] if peers else None)
         for array, at, value in changes:
             array[at] = value
         self.full.top, self.swa.top = tops
@@ -114,7 +115,7 @@ class HybridPages:
 
     def _remember(self, changes: list[tuple[np.ndarray[Any, Any], Any, Any]], mapped: Ints = NO_PAGES) -> None:
         """Enter what takes `changes`, at places of arrays, and those of the free lists back."""
-        old = [(array, at, np.array(array[at])) for array, at, _ in changes]
+        old = [(array, at, array[at].copy() if type(at) is slice else array[at]) for array, at, _ in changes]
         full_top, swa_top, queue, queued = self.full.top, self.swa.top, self.queue, len(self.queue or ())
 
         def undo() -> None:
@@ -124,24 +125,27 @@ class HybridPages:
             if queue is not None:
                 del queue[queued:]
             if mapped.size:
-                self._patch(mapped, self._map[mapped], undoes=True)
+                self._patch(mapped, self.peer[mapped] // self.page_size, undoes=True)
 
         self.journal.append(undo)
 
-    def _patch(self, pages: Ints, rows: Ints, undoes: bool = False) -> None:
+    def _patch(self, pages: Ints, peers: Ints | None, undoes: bool = False) -> None:
         """Tell the device's copy of the mapping, before anything else changes. What it raises refuses the edit."""
         if self.on_patch is None:
             return
         try:
-            self.on_patch(self.slots_of(pages), rows.ravel())
+            rows = self._rows_of(pages)
+            # An edit gives all of its pages peers or takes them all; what takes one back may mix.
+            values = np.zeros_like(rows) if peers is None else np.where(peers[:, None] != 0, self._rows_of(peers), 0)
+            self.on_patch(rows.ravel(), values.ravel())
         except Exception:
             if not undoes:  # there is nothing to take back; what interrupts a patch leaves that to the journal
                 self.journal.pop()
             raise
 
-    def _rows_of(self, pages: Ints) -> Ints:
-        """The slots `[n, page_size]` of pages of either side."""
-        return pages[:, None] * self.page_size + self._offsets
+    def _rows_of(self, pages: Ints | None) -> Ints:
+        """The slots `[n, page_size]` of pages of either side; None is the reserved one's first."""
+        return _NO_PEER if pages is None else pages[:, None] * self.page_size + self._offsets
 
     def slots_of(self, pages: Ints) -> Ints:
         return self._rows_of(pages).ravel()
@@ -203,7 +207,7 @@ class HybridPages:
         mapped = np.flatnonzero(self.peer)
         self._remember([(array, slice(None), None) for array in arrays], mapped)
         if mapped.size:
-            self._patch(mapped, np.zeros((mapped.size, self.page_size), np.int64))
+            self._patch(mapped, None)
         self._map[:] = 0
         self.full.reset()
         self.swa.reset()
