@@ -103,7 +103,7 @@ class HybridSlotAllocator:
         self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
         self._lock = threading.RLock()
         self._running = False
-        self._waiting: deque[torch.Tensor | _Dropped] = deque()
+        self._waiting: deque[_Dropped] = deque()
         self._owners: dict[int, _Dropped] = {}  # keeps them alive: a reference that is gone calls nobody back
 
     def atomically(self, steps: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
@@ -141,30 +141,29 @@ class HybridSlotAllocator:
                 if outermost:
                     self._running = False
 
-    def free_later(self, slots: torch.Tensor) -> None:
-        """`free` at the start of the next call, whoever makes it: for finalizers, which run anywhere, any time."""
-        self._waiting.append(slots)
-
     def free_with(self, owner: object, slots: Callable[[], IntsLike]) -> None:
-        """`free_later` what `slots()` says once `owner` is gone. `slots` must not keep the owner alive."""
+        """Once `owner` is gone, `free` what `slots()` says, at the start of the next call, whoever makes it.
+
+        The garbage collector comes by anywhere, also inside a call. `slots` must not keep the owner alive.
+        """
         dropped = _Dropped(owner, self._waiting.append)
         dropped.slots = slots
         self._owners[id(dropped)] = dropped
 
     def _free_waiting(self) -> None:
         while self._waiting:
-            slots = self._waiting.popleft()
+            dropped = self._waiting.popleft()
             try:
-                self.free(slots.slots() if isinstance(slots, _Dropped) else slots)
+                self.free(dropped.slots())
             except SlotOwnership as error:  # cleared meanwhile, or freed twice: not the fault of this call
                 logging.getLogger("portakv").warning("slots of a dropped cache: %s", error)
             except BaseException as error:  # while a device captures a graph, its mapping cannot change
-                self._waiting.appendleft(slots)
+                self._waiting.appendleft(dropped)
                 if not isinstance(error, PortaKVError):
                     raise
                 return
             self._pages.journal = []
-            self._owners.pop(id(slots), None)
+            self._owners.pop(id(dropped))
 
     @_exclusive
     def alloc(self, n: int, swa_tail: int | None = None) -> torch.Tensor:

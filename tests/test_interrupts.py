@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -44,6 +45,12 @@ def raising_at(count: int) -> Callable[[FrameType, str, Any], None]:
                 raise Interrupt
 
     return hook
+
+
+def drop(a: HybridSlotAllocator, slots: torch.Tensor) -> None:
+    """What held `slots` goes out of use without giving them back."""
+    owner = type("Owner", (), {})()
+    a.free_with(owner, lambda: slots)
 
 
 class World:
@@ -241,7 +248,7 @@ def test_threads_share_an_allocator() -> None:
                 a.evict_swa(held[None], [0], [0], [n])
                 assert (owner[held.numpy()] == me).all()
                 owner[held.numpy()] = 0
-                rng.choice((a.free, a.free_later))(held)
+                rng.choice((a.free, functools.partial(drop, a)))(held)
         except BaseException as error:
             errors.append(error)
 
@@ -262,7 +269,7 @@ def test_threads_share_an_allocator() -> None:
 def test_what_waits_is_freed_by_any_call() -> None:
     for look in (HybridSlotAllocator.available, lambda a: a.alloc(8), HybridSlotAllocator.check_integrity):
         a = HybridSlotAllocator(8, 8, 4)
-        a.free_later(a.alloc(8))
+        drop(a, a.alloc(8))
         look(a)
         assert a._pages.full.top == (0 if a._pages.fill.any() else 2)
     # Also from a finalizer that runs inside a call.
@@ -270,10 +277,8 @@ def test_what_waits_is_freed_by_any_call() -> None:
 
     class Cycle:
         def __init__(self) -> None:
-            self.me, self.slots = self, a.alloc(8)
-
-        def __del__(self) -> None:
-            a.free_later(self.slots)
+            slots, self.me = a.alloc(8), self
+            a.free_with(self, lambda: slots)
 
     Cycle()
     a.alloc(4)
@@ -290,17 +295,17 @@ def test_what_waits_is_not_lost_while_the_map_cannot_change() -> None:
 
     a = HybridSlotAllocator(8, 8, 4, on_patch=patch)
     slots, capturing = a.alloc(8), True
-    a.free_later(slots)
+    drop(a, slots)
     assert a.available() == 0
     capturing = False
     assert a.available() == 8
     # What was given back otherwise meanwhile is no fault of the call that looks.
-    a.free_later(a.alloc(4)[:4].clone())
+    drop(a, a.alloc(4)[:4].clone())
     a.clear()
     assert a.available() == 8
     slots = a.alloc(4)
-    a.free_later(slots)
-    a.free_later(slots)
+    drop(a, slots)
+    drop(a, slots)
     assert a.available() == 8
 
 
