@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,11 +41,31 @@ T = TypeVar("T")
 def _exclusive(
     call: Callable[Concatenate[HybridSlotAllocator, P], T],
 ) -> Callable[Concatenate[HybridSlotAllocator, P], T]:
-    """A call of the allocator that no other one meets half done, and that takes effect whole or not at all."""
+    """A call that no other one meets half done, and that takes effect whole or not at all.
+
+    Python looks for signals at calls only, so stores in a row are one step.
+    """
 
     @functools.wraps(call)
     def exclusive(self: HybridSlotAllocator, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._run(call, self, *args, **kwargs)
+        with self._lock:
+            pages, outermost = self._pages, not self._running
+            mark = 0 if outermost else len(pages.journal)
+            try:
+                self._running = True
+                if outermost and (pages.journal or self._waiting):
+                    pages.undo()  # an undo that was interrupted
+                    self._free_waiting()
+                result = call(self, *args, **kwargs)
+                if outermost:
+                    pages.journal = []  # from here on the call has happened
+                return result
+            except BaseException:
+                pages.undo(mark)
+                raise
+            finally:
+                if outermost:
+                    self._running = False
 
     return cast(Callable[Concatenate["HybridSlotAllocator", P], T], exclusive)
 
@@ -106,40 +126,16 @@ class HybridSlotAllocator:
         self._waiting: deque[_Dropped] = deque()
         self._owners: dict[int, _Dropped] = {}  # keeps them alive: a reference that is gone calls nobody back
 
+    @_exclusive
     def atomically(self, steps: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Run `steps()`, whose calls of this allocator take effect together or, if it raises anything, not at all.
 
         `undo()` is called where they do not: what `steps` published of its own goes back there. Other threads wait.
         Nests.
         """
-
-        def begin() -> T:
-            if undo is not None:
-                self._pages.journal.append(undo)
-            return steps()
-
-        return self._run(begin)
-
-    def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """One call, inside of others or not. Python looks for signals at calls, so stores in a row are one step."""
-        with self._lock:
-            pages, outermost = self._pages, not self._running
-            mark = 0 if outermost else len(pages.journal)
-            try:
-                self._running = True
-                if outermost and (pages.journal or self._waiting):
-                    pages.undo()  # an undo that was interrupted
-                    self._free_waiting()
-                result = call(*args, **kwargs)
-                if outermost:
-                    pages.journal = []  # from here on the call has happened
-                return result
-            except BaseException:
-                pages.undo(mark)
-                raise
-            finally:
-                if outermost:
-                    self._running = False
+        if undo is not None:
+            self._pages.journal.append(undo)
+        return steps()
 
     def free_with(self, owner: object, slots: Callable[[], IntsLike]) -> None:
         """Once `owner` is gone, `free` what `slots()` says, at the start of the next call, whoever makes it.
@@ -367,11 +363,11 @@ class HybridSlotAllocator:
         """
         if self._pages.queue is not None:
             raise PortaKVError("group_frees: expected no open group, got a group inside another")
-        self._run(self._pages.open_group)
+        self.atomically(self._pages.open_group)
         try:
             yield
         finally:
-            self._run(self._pages.close_group)
+            self.atomically(self._pages.close_group)
 
     @_exclusive
     def clear(self) -> None:

@@ -147,7 +147,7 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, page
         assert not thread.is_alive()
         w.a.available()
         if w.a._pages.queue is not None:
-            w.a._run(w.a._pages.close_group)  # the interrupt came before the group's end could begin
+            w.a.atomically(w.a._pages.close_group)  # the interrupt came before the group's end could begin
         w.check()
         assert snapshot(w.a) in expected, count
     assert points > 2
