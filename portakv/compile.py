@@ -188,8 +188,8 @@ class Report:
 
     Of one lane: `registers` (vector registers on AMD), `spills` of them, `local_bytes` of local or scratch memory, and
     the bytes of its widest load and store of global memory; `instructions` of the machine. None where the target's code
-    does not say. `slot_offsets` counts the pointer offsets that derive from a slot; `vectors` says whether all rows move
-    in accesses of 16 bytes, None where they need not.
+    does not say. `slot_offsets` counts the pointer offsets that derive from a slot; `vectors` says whether all rows
+    move in accesses of 16 bytes, None where they need not.
     """
 
     op: str

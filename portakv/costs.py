@@ -1,6 +1,6 @@
 """The table of what every compiled variant costs on every target, and what of it may change without a word.
 
-A text of tab-separated lines under one that names the Triton whose code it is; `docs/costs.tsv` is kept in the repository.
+A text of tab-separated lines under one that names the Triton whose code it is; the repository keeps `docs/costs.tsv`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from portakv.compile import Report, triton_version
 COLUMNS = ("op", "variant", "target", "registers", "spills", "load bytes", "store bytes", "instructions")
 
 REGISTER_GROWTH = 4
-"""By how many registers a variant may grow: what a scheduler changes its mind about, not another value kept per lane."""
+"""By how many registers a variant may grow."""
 
 Key = tuple[str, str, str]
 """Op, variant and target."""
@@ -65,7 +65,10 @@ def update_costs(text: str, reports: Sequence[Report]) -> str:
     if kept and version != triton_version():
         others = ", ".join(sorted({target for _, _, target in kept}))
         raise ValueError(f"costs: expected {others} too, to replace Triton {version}'s by {triton_version()}'s")
-    lines = ("\t".join((*key, *("–" if x is None else str(x) for x in cost))) for key, cost in (kept | costs_of(reports)).items())
+    lines = (
+        "\t".join((*key, *("–" if x is None else str(x) for x in cost)))
+        for key, cost in (kept | costs_of(reports)).items()
+    )
     return "\n".join((f"# Triton {triton_version()}", "\t".join(COLUMNS), *sorted(lines), ""))
 
 
