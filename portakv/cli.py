@@ -27,6 +27,7 @@ from rich.table import Table
 from portakv import check as conformance
 from portakv import compare, device, dispatch
 from portakv import compile as compilation
+from portakv import costs as costing
 from portakv.check import Outcome
 from portakv.compare import Comparison
 from portakv.errors import PortaKVError
@@ -178,6 +179,14 @@ def compile_kernels(
         Path | None,
         typer.Option(metavar="FILE", exists=True, help="A page whose table of targets is brought up to date."),
     ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A table of what each variant costs, made or brought up to date."),
+    ] = None,
+    check_costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, help="Such a table, which no variant may exceed."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile every kernel variant for GPUs that need not be here, into Triton's cache, and inspect the code."""
@@ -194,10 +203,15 @@ def compile_kernels(
         able = [one for one in wanted if one.name not in unavailable]
         if not able:
             raise typer.Exit(2)
+        # Before anything is compiled, a table that is none.
+        made_by, limits = costing.read_costs(check_costs.read_text()) if check_costs else ("", {})
         with _progress() as bars:
             task = bars.add_task("compiling", total=len(able) * len(list_variants(chosen)))
             reports = compilation.compile_all(able, chosen, functools.partial(bars.advance, task))
         summary = list(compilation.summarize(reports))
+        exceeded = list(costing.check_costs(limits, reports, made_by == compilation.triton_version()))
+        if costs is not None and all(report.ok for report in reports):
+            costs.write_text(costing.update_costs(costs.read_text() if costs.exists() else "", reports))
         if markdown is not None:
             markdown.write_text(compilation.update_table(markdown.read_text(), summary))
     if as_json:
@@ -216,7 +230,12 @@ def compile_kernels(
     for report in reports:
         for problem in report.problems:
             _print_problem(f"{report.target} {report.op} {report.variant}: {problem}")
-    if not all(report.ok for report in reports) or (target and unavailable):
+    if check_costs is not None and made_by != compilation.triton_version():
+        other = f"{check_costs} is Triton {made_by}'s, this is {compilation.triton_version()}"
+        _print_problem(f"{other}: only that nothing spills was checked")
+    for problem in exceeded:
+        _print_problem(f"{check_costs}: {problem}")
+    if exceeded or not all(report.ok for report in reports) or (target and unavailable):
         raise typer.Exit(1)
 
 

@@ -186,9 +186,10 @@ def variant_name(variant: Variant) -> str:
 class Report:
     """What a compiler made of one variant; it is ok if there are no `problems`.
 
-    Of one lane: `registers` (vector registers on AMD), `spills` of them, and `local_bytes` of local or scratch memory;
-    None where the target's code does not say. `slot_offsets` counts the pointer offsets that derive from a slot;
-    `vectors` says whether all rows move in accesses of 16 bytes, None where they need not.
+    Of one lane: `registers` (vector registers on AMD), `spills` of them, `local_bytes` of local or scratch memory, and
+    the bytes of its widest load and store of global memory; `instructions` of the machine. None where the target's code
+    does not say. `slot_offsets` counts the pointer offsets that derive from a slot; `vectors` says whether all rows
+    move in accesses of 16 bytes, None where they need not.
     """
 
     op: str
@@ -201,6 +202,9 @@ class Report:
     slot_offsets: int = 0
     vectors: bool | None = None
     seconds: float = 0.0
+    load_bytes: int | None = None
+    store_bytes: int | None = None
+    instructions: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -266,8 +270,10 @@ def compile_variant(variant: Variant, target: Target) -> Report:
     vectors = code.moves_vectors if needs_vectors(variant) else None
     if vectors is False:
         problems.append(f"rows are not moved by 16 bytes: loads {dict(code.loads)}, stores {dict(code.stores)}")
-    took = time.perf_counter() - start
-    return Report(*names, tuple(problems), code.registers, code.spills, code.local_bytes, count, vectors, took)
+    return Report(
+        *(*names, tuple(problems), code.registers, code.spills, code.local_bytes, count, vectors),
+        *(time.perf_counter() - start, max(code.loads, default=0), max(code.stores, default=0), code.instructions),
+    )
 
 
 def needs_vectors(variant: Variant) -> bool:

@@ -68,13 +68,17 @@ def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A compiled kernel as its target's own code: accesses to global memory are counted by the bytes of one lane."""
+    """A compiled kernel as its target's own code: accesses to global memory are counted by the bytes of one lane.
+
+    None is what the code does not say: SPIR-V is no machine's.
+    """
 
     registers: int | None
     spills: int | None
     local_bytes: int | None
     loads: Counter[int]
     stores: Counter[int]
+    instructions: int | None
     problems: tuple[str, ...] = ()
 
     @property
@@ -100,7 +104,25 @@ def _read_cuda(compiled: Any) -> Code:
     inexact = sorted(set(re.findall(r"\b(?:div|fma)\.\S*f32|\b\w+\S*\.ftz\S*", ptx)))
     problems = (f"float arithmetic that is not IEEE's, step by step: {inexact}",) if inexact else ()
     local = found["STACK"] + found["LOCAL"]
-    return Code(found["REG"], local // 4, local, loads, stores, problems)
+    instructions = _count_instructions(compiled.asm["cubin"])
+    return Code(found["REG"], local // 4, local, loads, stores, instructions, problems)
+
+
+def _count_instructions(cubin: bytes) -> int:
+    """Of 16 bytes each, as since Volta, without the NOPs that fill up a section.
+
+    Sections are those of ELF64's header: offset, size and count of their descriptions at 40, 58 and 60.
+    """
+    (table,), (size, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    instructions = 0
+    for at in range(table, table + size * count, size):
+        kind, flags, _, begin, length = struct.unpack_from("<IQQQQ", cubin, at + 4)
+        if kind == 1 and flags & 4:  # SHT_PROGBITS, SHF_EXECINSTR
+            opcodes = [word & 0xFFF for word, _ in struct.iter_unpack("<QQ", cubin[begin : begin + length])]
+            while opcodes and opcodes[-1] == 0x918:  # NOP
+                opcodes.pop()
+            instructions += len(opcodes)
+    return instructions
 
 
 def _read_hip(compiled: Any) -> Code:
@@ -111,7 +133,9 @@ def _read_hip(compiled: Any) -> Code:
     accesses = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+)", isa)
     loads, stores = (Counter(_amd_bytes(width) for op, width in accesses if op == want) for want in ("load", "store"))
     spills = found["vgpr_spill_count"] + found["sgpr_spill_count"]
-    return Code(found["vgpr_count"], spills, found["private_segment_fixed_size"], loads, stores, problems)
+    instructions = len(re.findall(r"^\s+(?:s|v|ds|global|buffer|flat|scratch)_\w+", isa, re.MULTILINE))
+    scratch = found["private_segment_fixed_size"]
+    return Code(found["vgpr_count"], spills, scratch, loads, stores, instructions, problems)
 
 
 def _amd_bytes(width: str) -> int:
@@ -125,7 +149,7 @@ def _amd_bytes(width: str) -> int:
 
 def _read_xpu(compiled: Any) -> Code:
     loads, stores = _spirv_accesses(compiled.asm["spv"])
-    return Code(None, None, None, loads, stores)
+    return Code(None, None, None, loads, stores, None)
 
 
 def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:

@@ -15,7 +15,7 @@ import transformers
 import triton
 from typer.testing import CliRunner, Result
 
-from portakv import cli
+from portakv import cli, costs
 from portakv import compile as compilation
 from portakv.compile import COLUMNS, FORMATS, TARGETS, Report, Target
 from portakv.device import DeviceKind
@@ -243,3 +243,177 @@ def test_the_page_lists_every_target() -> None:
     for row in rows:
         ok, _, total = row.split(" | ")[2].partition("/")
         assert ok == total == str(len(list_variants(FORMATS)))
+
+
+COSTS = ROOT / "docs/costs.tsv"
+SMALL = ("--target", "sm_90,gfx942", "--format", "1x16:float32")
+SMALL_FORMATS = [KVFormat(1, 16, 16, torch.float32)]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    """Of a few variants on two targets, compiled once."""
+    return compilation.compile_all([Target.parse("sm_90"), Target.parse("gfx942")], SMALL_FORMATS, processes=1)
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch, reports: list[Report]) -> None:
+    """What is compiled gives these reports again."""
+
+    def compile_all(targets: Any, formats: Any, on_report: Any) -> list[Report]:
+        return [report for report in reports if report.target in {target.name for target in targets}]
+
+    monkeypatch.setattr(compilation, "compile_all", compile_all)
+
+
+@pytest.fixture
+def table(again: None, invoke: Invoke, tmp_path: Path) -> str:
+    """Their costs, as `--costs` makes them."""
+    path = tmp_path / "made.tsv"
+    assert invoke(*SMALL, "--costs", path).exit_code == 0
+    return path.read_text()
+
+
+def _change(table: str, column: str, by: int) -> tuple[str, list[str]]:
+    """`table` with `by` added to that cell of the line of `move_kv` on sm_90, and that line before."""
+    lines = table.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("move_kv\t") and "\tsm_90\t" in line)
+    before = lines[at].split("\t")
+    column_at = costs.COLUMNS.index(column)
+    lines[at] = "\t".join((*before[:column_at], str(int(before[column_at]) + by), *before[column_at + 1 :]))
+    return "\n".join((*lines, "")), before
+
+
+def _check(invoke: Invoke, tmp_path: Path, table: str) -> tuple[int, list[str]]:
+    path = tmp_path / "costs.tsv"
+    path.write_text(table)
+    result = invoke(*SMALL, "--check-costs", path)
+    assert path.read_text() == table
+    return result.exit_code, [line.removeprefix(f"portakv: {path}") for line in result.stderr.splitlines()]
+
+
+def test_costs_are_of_every_variant_and_pass_their_own_check(invoke: Invoke, tmp_path: Path, table: str) -> None:
+    head, names, *lines = table.splitlines()
+    assert head == f"# Triton {triton.__version__}"
+    assert names.split("\t") == list(costs.COLUMNS)
+    assert len(lines) == 2 * len(list_variants(SMALL_FORMATS))
+    assert lines == sorted(lines)
+    for line in lines:
+        registers, spills, load, store, instructions = map(int, line.split("\t")[3:])
+        assert registers > 4
+        assert spills == 0
+        assert 1 <= load <= 16
+        assert 1 <= store <= 16
+        assert instructions > 20
+    assert _check(invoke, tmp_path, table) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("column", "by", "problem"),
+    [
+        ("registers", -5, "registers: expected {old} + 4 at most, got {was}"),
+        ("load bytes", 1, "widest load: expected {old} bytes at least, got {was}"),
+        ("store bytes", 1, "widest store: expected {old} bytes at least, got {was}"),
+        ("spills", 1, "spills of the table: expected 0, got 1"),
+    ],
+)
+def test_what_costs_more_is_named(
+    column: str, by: int, problem: str, invoke: Invoke, tmp_path: Path, table: str
+) -> None:
+    changed, line = _change(table, column, by)
+    was = int(line[costs.COLUMNS.index(column)])
+    expected = f": sm_90 move_kv {line[1]}: {problem.format(old=was + by, was=was)}"
+    assert _check(invoke, tmp_path, changed) == (1, [expected])
+
+
+@pytest.mark.parametrize(
+    ("column", "by"), [("registers", -4), ("registers", 9), ("store bytes", -1), ("instructions", -9)]
+)
+def test_what_may_change_passes(column: str, by: int, invoke: Invoke, tmp_path: Path, table: str) -> None:
+    assert _check(invoke, tmp_path, _change(table, column, by)[0]) == (0, [])
+
+
+def test_variants_are_those_of_the_table(invoke: Invoke, tmp_path: Path, table: str) -> None:
+    line = next(line for line in table.splitlines() if line.startswith("gather_kv\t"))
+    op, variant, target, *_ = line.split("\t")
+    name = f": {target} {op} {variant}: variant: expected"
+    assert _check(invoke, tmp_path, table.replace(f"{line}\n", "")) == (1, [f"{name} in the table, got none"])
+    renamed = table.replace(f"{line}\n", f"{line}\n{line.replace(variant, 'another')}\n")
+    name = name.replace(variant, "another")
+    assert _check(invoke, tmp_path, renamed) == (1, [f"{name} compiled, got none"])
+    # A target that is not compiled now is not asked about.
+    assert _check(invoke, tmp_path, table + line.replace(target, "sm_86") + "\n") == (0, [])
+
+
+def test_code_that_spills_is_named() -> None:
+    report = Report("move_kv", "a", "sm_90", ("3 spills",), 40, 3, 12, 2, True, 0.5, 16, 16, 99)
+    limits = {("move_kv", "a", "sm_90"): costs.Cost(40, 0, 16, 16, 99)}
+    for same_triton in (True, False):
+        assert list(costs.check_costs(limits, [report], same_triton)) == ["sm_90 move_kv a: spills: expected 0, got 3"]
+
+
+def test_another_tritons_table_is_asked_for_spills_only(invoke: Invoke, tmp_path: Path, table: str) -> None:
+    other = _change(table, "registers", -5)[0].replace(triton.__version__, "3.0.0")
+    code, (line,) = _check(invoke, tmp_path, other)
+    assert code == 0
+    assert line == f" is Triton 3.0.0's, this is {triton.__version__}: only that nothing spills was checked"
+    code, lines = _check(invoke, tmp_path, _change(other, "spills", 1)[0])
+    assert code == 1
+    assert [line for line in lines if line.endswith("spills of the table: expected 0, got 1")] == lines[1:]
+
+
+@pytest.mark.parametrize("damage", ["\t", "0", "head", "twice", "empty"])
+def test_refuses_what_is_no_table_of_costs(damage: str, invoke: Invoke, tmp_path: Path, table: str) -> None:
+    line = table.splitlines()[-1]
+    bad = {
+        "head": table.replace("# Triton", "Triton"),
+        "twice": f"{table}{line}\n",
+        "empty": "",
+    }.get(damage, table.replace(line, line.replace(damage, "x")))
+    path = tmp_path / "costs.tsv"
+    path.write_text(bad)
+    for option in ("--check-costs", "--costs") if bad else ("--check-costs",):
+        result = invoke(*SMALL, option, path)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("portakv: costs: expected ")
+        assert path.read_text() == bad
+
+
+def test_updates_the_costs_of_its_targets_only(invoke: Invoke, tmp_path: Path, table: str) -> None:
+    path = tmp_path / "costs.tsv"
+    line = next(line for line in table.splitlines() if "\tsm_90\t" in line)
+    kept = line.replace("sm_90", "sm_86")
+    path.write_text(f"{_change(table, 'registers', -5)[0]}{kept}\n{line.replace(line.split(chr(9))[1], 'gone')}\n")
+    assert invoke(*SMALL, "--costs", path).exit_code == 0
+    head, names, *lines = table.splitlines()
+    assert path.read_text().splitlines() == [head, names, *sorted((*lines, kept))]
+
+
+def test_a_table_is_of_one_triton(invoke: Invoke, tmp_path: Path, table: str) -> None:
+    path = tmp_path / "costs.tsv"
+    other = table.replace(triton.__version__, "3.0.0")
+    path.write_text(other)
+    result = invoke("--target", "sm_90", "--format", "1x16:float32", "--costs", path)
+    assert result.exit_code == 2
+    assert "costs: expected gfx942 too, to replace Triton 3.0.0's" in " ".join(result.stderr.split())
+    assert path.read_text() == other
+    assert invoke(*SMALL, "--costs", path).exit_code == 0
+    assert path.read_text() == table
+
+
+def test_costs_are_not_written_where_a_variant_failed(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "costs.tsv"
+    assert invoke("--target", "sm_35", "--format", "1x1:float32", "--costs", path).exit_code == 1
+    assert not path.exists()
+
+
+def test_the_committed_costs_are_of_every_variant_that_ci_compiles() -> None:
+    _, lines = costs.read_costs(COSTS.read_text())
+    variants = {(variant.op, compilation.variant_name(variant)) for variant in list_variants(FORMATS)}
+    (command,) = [
+        line for line in (ROOT / ".ci/run").read_text().splitlines() if "--check-costs docs/costs.tsv" in line
+    ]
+    targets = command.split("--target ")[1].split()[0].split(",")
+    assert {(op, variant, target) for op, variant in variants for target in targets} <= set(lines)
+    assert {(op, variant) for op, variant, _ in lines} == variants
+    assert not any(cost.spills for cost in lines.values())

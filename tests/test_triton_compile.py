@@ -105,6 +105,7 @@ def test_amd_access_widths(width: str, expected: int) -> None:
 def test_fused_arithmetic_is_objected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SimpleNamespace(asm={"ptx": "fma.rn.f32 %r1, %r2;\nmul.ftz.f32 %r3;", "cubin": b""})
     monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: "REG:8 STACK:0 SHARED:0 LOCAL:0")
+    monkeypatch.setattr(inspection, "_count_instructions", lambda _: 0)
     (problem,) = inspection._read_cuda(compiled).problems
     assert "fma.rn.f32" in problem
     assert "mul.ftz.f32" in problem
