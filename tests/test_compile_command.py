@@ -401,10 +401,15 @@ def test_a_table_is_of_one_triton(invoke: Invoke, tmp_path: Path, table: str) ->
     assert path.read_text() == table
 
 
-def test_costs_are_not_written_where_a_variant_failed(invoke: Invoke, tmp_path: Path) -> None:
+def test_costs_are_not_written_where_a_variant_failed(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, table: str, reports: list[Report], tmp_path: Path
+) -> None:
+    failed = [dataclasses.replace(reports[0], problems=("spills",), registers=999), *reports[1:]]
+    monkeypatch.setattr(compilation, "compile_all", lambda *_: failed)
     path = tmp_path / "costs.tsv"
-    assert invoke("--target", "sm_35", "--format", "1x1:float32", "--costs", path).exit_code == 1
-    assert not path.exists()
+    path.write_text(table)
+    assert invoke(*SMALL, "--costs", path).exit_code == 1
+    assert path.read_text() == table
 
 
 def test_the_committed_costs_are_of_every_variant_that_ci_compiles() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import struct
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +111,19 @@ def test_fused_arithmetic_is_objected_to(monkeypatch: pytest.MonkeyPatch) -> Non
     (problem,) = inspection._read_cuda(compiled).problems
     assert "fma.rn.f32" in problem
     assert "mul.ftz.f32" in problem
+
+
+def test_instructions_are_those_of_the_disassembly(tmp_path: Path) -> None:
+    """NVIDIA's own, which takes as long as compiling does; NOPs at the end fill up the section."""
+    compiled = cuda.LAUNCHER.compile(Variant("move_kv", FORMATS[0], torch.bfloat16), Target.parse("sm_90").triton())
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    sass = subprocess.check_output([str(tool), "-sass", str(cubin)], text=True, stderr=subprocess.DEVNULL)
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    while opcodes[-1] == "NOP":
+        opcodes.pop()
+    assert inspection._count_instructions(compiled.asm["cubin"]) == len(opcodes) > 50
 
 
 def test_spirv_accesses() -> None:
