@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -70,6 +71,19 @@ def _exclusive(
     return cast(Callable[Concatenate["HybridSlotAllocator", P], T], exclusive)
 
 
+@functools.cache
+def _reset_in_children() -> weakref.WeakSet[HybridSlotAllocator]:
+    """The allocators whose locks a forked child looks at."""
+    allocators: weakref.WeakSet[HybridSlotAllocator] = weakref.WeakSet()
+
+    def reset() -> None:
+        for allocator in allocators:
+            allocator._after_fork()
+
+    os.register_at_fork(after_in_child=reset)
+    return allocators
+
+
 class _Dropped(weakref.ref[object]):
     """What stands for an owner that is gone: its callback is C code, which nothing can interrupt."""
 
@@ -123,6 +137,7 @@ class HybridSlotAllocator:
         self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
         self._lock = threading.RLock()
         self._running = False
+        _reset_in_children().add(self)
         self._waiting: deque[_Dropped] = deque()
         self._owners: dict[int, _Dropped] = {}  # keeps them alive: a reference that is gone calls nobody back
 
@@ -136,6 +151,13 @@ class HybridSlotAllocator:
         if undo is not None:
             self._pages.journal.append(undo)
         return steps()
+
+    def _after_fork(self) -> None:
+        """In a child: a call of a thread that was not copied is undone by the next one."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock, self._running = threading.RLock(), False
 
     def free_with(self, owner: object, slots: Callable[[], IntsLike]) -> None:
         """Once `owner` is gone, `free` what `slots()` says, at the start of the next call, whoever makes it.
@@ -359,15 +381,20 @@ class HybridSlotAllocator:
     def group_frees(self) -> Iterator[None]:
         """Frees inside take effect at once, but their pages reach the free lists together, at the end.
 
-        Allocations inside do not get those pages. Raises `PortaKVError` when nested.
+        Allocations inside do not get those pages. Other threads wait for the end. Raises `PortaKVError` when nested.
         """
-        if self._pages.queue is not None:
-            raise PortaKVError("group_frees: expected no open group, got a group inside another")
-        self.atomically(self._pages.open_group)
-        try:
-            yield
-        finally:
-            self.atomically(self._pages.close_group)
+        with self._lock:
+            if self._pages.queue is not None:
+                raise PortaKVError("group_frees: expected no open group, got a group inside another")
+            try:
+                self.atomically(self._pages.open_group)
+                yield
+            finally:
+                try:
+                    self.atomically(self._pages.close_group)
+                except BaseException:  # an interrupt: the group ends all the same
+                    self.atomically(self._pages.close_group)
+                    raise
 
     @_exclusive
     def clear(self) -> None:

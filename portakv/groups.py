@@ -36,6 +36,7 @@ class Layer:
     readable: tuple[torch.Tensor, torch.Tensor]
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    scales: torch.Tensor  # [4, H]: what the next four are rows of
     k_scale: torch.Tensor
     v_scale: torch.Tensor
     k_inv: torch.Tensor
@@ -103,6 +104,7 @@ class LayerGroup:
             readable=fmt.readable(k_cache, v_cache),
             k_cache=k_cache,
             v_cache=v_cache,
+            scales=self.scales[:, at],
             k_scale=k_scale,
             v_scale=v_scale,
             k_inv=k_inv,

@@ -192,6 +192,7 @@ class HybridPages:
 
     def open_group(self) -> None:
         """Keep what is put back from the free lists until `close_group`."""
+        self._remember([])
         self.queue = []
 
     def close_group(self) -> None:

@@ -387,8 +387,8 @@ class HybridKVPool:
         if layer is None:
             raise checks.no_layer(layer_id, self.layers)
         k, v = (checks.scales(*named, layer.k_tail[0]) for named in (("k_scale", k_scale), ("v_scale", v_scale)))
-        for own, value in ((layer.k_scale, k), (layer.v_scale, v), (layer.k_inv, 1 / k), (layer.v_inv, 1 / v)):
-            own.copy_(value)
+        # In one step, as a scale and its reciprocal belong together.
+        layer.scales.copy_(torch.stack([x.expand(layer.k_tail[0]) for x in (k, v, 1 / k, 1 / v)]))
 
     # Between forwards.
 
@@ -447,7 +447,7 @@ class HybridKVPool:
         return tuple(transfer.describe(group) for group in self.groups)
 
     def faults(self, clear: bool = False) -> dict[str, int]:
-        """Out-of-range slots that were skipped, and reads that were cut, by op. Waits for the device."""
+        """Slots out of range that were skipped, reads that were cut or found no peer, by op. Waits for the device."""
         counts = dict(zip(FAULT_KINDS, self._faults.tolist(), strict=True))
         if require_bool("clear", clear):
             self._faults.zero_()

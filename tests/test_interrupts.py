@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
 import pickle
 import random
 import signal
@@ -106,8 +107,16 @@ def calls(w: World) -> dict[str, Callable[[], Any]]:
         "evict_swa": lambda: a.evict_swa(w.whole[None], [0], [0], [3 * page]),
         "clear": a.clear,
         "a group": group,
+        "a group of one step": lambda: a.atomically(group),
         "atomically": lambda: a.atomically(together),
     }
+
+
+def only_first(page: int, patched: bool) -> tuple[Any, ...]:
+    w = World(page, patched)
+    with w.a.group_frees():
+        w.a.free(w.whole)
+    return snapshot(w.a)
 
 
 NAMES = sorted(calls(World(4, False)))
@@ -122,12 +131,7 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, page
     calls(after)[name]()
     expected, points = {before, snapshot(after.a)}, 0
     if name == "a group":  # each free of a group is a call of its own
-        for frees in ([0], [1]):
-            w = World(page, patched)
-            with w.a.group_frees():
-                for i in frees:
-                    (w.a.free, w.a.rewind)[i]((w.whole, w.part[-1:])[i])
-            expected.add(snapshot(w.a))
+        expected.add(only_first(page, patched))
     for count in range(1, 400):
         w = World(page, patched)
         call = calls(w)[name]
@@ -146,8 +150,6 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, page
         thread.join(10)
         assert not thread.is_alive()
         w.a.available()
-        if w.a._pages.queue is not None:
-            w.a.atomically(w.a._pages.close_group)  # the interrupt came before the group's end could begin
         w.check()
         assert snapshot(w.a) in expected, count
     assert points > 2
@@ -345,3 +347,75 @@ def test_a_page_that_gets_its_peer_late_has_no_bytes_of_earlier_tokens() -> None
     assert a.is_live(torch.cat((slots, more))).tolist() == [False] * 6 + [True] * 2
     a.rewind(torch.cat((slots[5:], more)))
     assert a.is_live(a.alloc_decode([6], [slots[4]])).all()  # its forward writes it
+
+
+def test_a_group_inside_of_a_step_that_fails_is_closed() -> None:
+    w = World(4, patched=True)
+    before = snapshot(w.a)
+
+    def steps() -> None:
+        with w.a.group_frees():
+            w.a.free(w.whole)
+            w.a.rewind(w.part[-1:])
+        raise ValueError("too late")
+
+    with pytest.raises(ValueError, match="too late"):
+        w.a.atomically(steps)
+    assert snapshot(w.a) == before
+    w.check()
+    with w.a.group_frees():
+        w.a.free(w.whole)
+    assert w.a.alloc(12).numel() == 12
+
+
+def test_groups_of_threads_wait_for_each_other() -> None:
+    a = HybridSlotAllocator(64, 64, 4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                slots = a.alloc(8)
+                with a.group_frees():
+                    a.free(slots)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert (a.available("full"), a.available("swa")) == (64, 64)
+    a.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    w = World(4, patched=False)
+    before, inside, done = snapshot(w.a), threading.Event(), threading.Event()
+
+    def steps() -> None:
+        w.a.free(w.whole)
+        inside.set()
+        done.wait(60)
+
+    thread = threading.Thread(target=w.a.atomically, args=(steps,))
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        w.a.available()
+        os._exit(0 if snapshot(w.a) == before else 1)
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    thread.join()
+    assert status == 0
+    w.check()

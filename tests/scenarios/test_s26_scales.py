@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -148,3 +150,28 @@ def test_a_scale_of_another_type(make_pool, scale, unchanged):
     pool, _ = build(make_pool)
     with unchanged(pool), pytest.raises((TypeError, ValueError), match="v_scale: expected"):
         pool.set_scales(0, 7.0, scale)
+
+
+def test_scales_that_are_set_in_part_are_not_set(make_pool, monkeypatch):
+    """A scale and its reciprocal belong together, whatever interrupts the call that sets them."""
+    pool = make_pool([LayerSpec(None, 2, 16)], size=8, dtype=torch.float8_e4m3fn)
+    write_loc, ones = pool.plan_write(pool.allocator.alloc(4)), torch.ones(4, 2, 16, device=pool.device)
+    copy, left = torch.Tensor.copy_, 0
+
+    def interrupted(*args):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return copy(*args)
+
+    for count in range(1, 6):
+        left = count
+        monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            pool.set_scales(0, 2.0, 4.0)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+        pool.set_kv_buffer(0, write_loc, ones, ones)
+        for x in pool.gather_kv(0, write_loc, dtype=torch.float32):
+            assert torch.equal(x, ones)
+    assert left < count
