@@ -31,6 +31,9 @@ MOST_TOKENS = 1 << 38
 MOST_LENGTH = 1 << 31
 """Of a batch, and of a row of a table of slots."""
 
+MOST_PAGE = 1 << 20
+"""Of the slots of a page."""
+
 MOST_PLACES = 1 << 40
 """Of a row of what `build_read` writes."""
 
@@ -525,7 +528,8 @@ def build_read(x: Launch) -> None:
     mapped = x.scalar("has_mapping", 0, 1)
     x.scalar("prefix_only", 0, 1)
     x.scalar("pad", -1, 0)
-    x.scalar("step", 1, 1 << 20 if variant.structure is Structure.ROWS else 1)
+    x.scalar("reserved", 1, MOST_PAGE)
+    x.scalar("step", 1, MOST_PAGE if variant.structure is Structure.ROWS else 1)
     window = x.scalar("window", 1, MOST_LENGTH + 1)
     x.assume(terms.at_least(width + 1, window), "launch: no window is longer than a row and one")
     item = variant.index_dtype.itemsize
@@ -583,17 +587,24 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
     # A line that is cut. Where lines are queries, which sequence it is of comes from a sum.
     found.append(("build_read", None if per_query else _cut(x, thread, loop)))
 
-    # A slot that is read and lies past the end; a value that is written and does not fit.
+    # A slot that is read and lies past the end, out of step with its page, or without a peer; a value that is written
+    # and does not fit.
     table = next(a for a in accesses if a.kind == "load" and thread.touch(a).pointer.tensor == "table")
     read, slot = thread.touch(table).when, thread.read("table")
-    found.append(("build_read", both(read, terms.at_least(slot, slots))))
+    mapped, peer = _z(terms.equal(x.scalars["has_mapping"], 1)), thread.read("mapping")
+    past, held = _z(terms.at_least(slot, slots)), _z(terms.at_least(slot, x.scalars["reserved"]))
+    askew = z3.BoolVal(False)
+    if x.variant.structure is Structure.ROWS:  # pages are rows of every `step`-th slot
+        step = x.scalars["step"]
+        _, rest = terms.divide(slot, step)
+        askew = z3.And(held, z3.Not(past), _z(negate(terms.equal(step, 1))), _z(negate(terms.equal(rest, 0))))
+    has_peer = z3.Or(z3.Not(mapped), _z(terms.at_least(peer, 1)))
+    lost = z3.Or(past, askew, z3.And(held, z3.Not(has_peer)))
+    found.append(("build_read", both(read, lost)))
     if x.variant.out_index_dtype is torch.int32:
-        mapped = _z(terms.equal(x.scalars["has_mapping"], 1))
-        peer = thread.read("mapping")
-        has_peer = z3.Or(z3.Not(mapped), _z(terms.at_least(peer, 1)))
-        named = both(terms.at_least(slot, 1), terms.less(slot, slots), has_peer)
+        named = both(terms.at_least(slot, 1), z3.Not(past), z3.Not(askew), has_peer)
         value = terms.choose(mapped, peer, slot)
-        if x.variant.structure is Structure.ROWS:  # pages are rows of every `step`-th slot
+        if x.variant.structure is Structure.ROWS:
             pages, _ = terms.divide(value, x.scalars["step"])
             value = terms.choose(terms.equal(x.scalars["step"], 1), value, pages)
         found.append(("cast_loc", both(read, named, negate(terms.fits(value, 32)))))
