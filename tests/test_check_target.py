@@ -166,4 +166,4 @@ def test_the_library_imports_nothing_of_it() -> None:
     import sys
 
     code = "import sys, portakv, portakv.check, portakv.cli; print([m for m in sys.modules if 'conformance' in m])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == "[]"

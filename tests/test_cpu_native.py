@@ -254,7 +254,7 @@ print("done", torch.get_num_threads())
 def test_a_forked_child_runs_on_one_thread(layout: str, first: str) -> None:
     """The threads that `first` started stay in the parent, where GCC's OpenMP would wait for them for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, layout, first], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-P", "-c", FORKED, layout, first], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.stdout == "done 2\n", done.stderr
 

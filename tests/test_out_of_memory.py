@@ -312,7 +312,9 @@ except OutOfMemory as error:
 
 
 def test_an_address_space_limit() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LIMITED], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "refused\n", done.stderr
 
 
