@@ -193,6 +193,18 @@ DTYPES = {"cpu_amx": (BF16,), "cpu_vec": (BF16, torch.float16, torch.float32, *F
 CHOICES = [(layout, dtype) for layout, dtypes in DTYPES.items() for dtype in dtypes]
 
 
+def test_rows_of_a_batch_are_refused_by_gathers_of_pages() -> None:
+    """The pool gives these kernels rows of their own; what only row gathers can write must not be taken for them."""
+    pool = make("cpu_vec")
+    layer, loc = pool._layers[0], pool.allocator.alloc(6)
+    k, v = (torch.zeros((2, 3, *tail), dtype=pool.dtype) for tail in (layer.k_tail, layer.v_tail))
+    one = torch.ones(layer.k_tail[0])
+    with pytest.raises(ValueError, match=r"k_out: expected shape \[tokens, heads, dim\], got"):
+        layer.gather(layer.k_cache, layer.v_cache, loc, k, v, one, one, pool._faults, layer.fmt)
+    got = pool.gather_kv(0, pool.plan_write(loc), k, v)
+    assert got[0] is k
+
+
 def make(layout: str, dtype: torch.dtype = BF16, row: str = "native", **options: Any) -> HybridKVPool:
     kernels = dict.fromkeys((*SLOT_OPS, *KVFormat(2, 64, 32, dtype, 32, Layout(layout)).ops), row)
     options = {"size": 256, "swa_size": 192, "page_size": 32, "kernels": kernels, "check": True} | options

@@ -117,8 +117,8 @@ void check_dtype(nb::handle fmt, const View& cache) {
 bool is_fp8(DType t) { return t >= DType::e4m3fn && t <= DType::e5m2fnuz; }
 
 Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nb::handle scale,
-          const char* scale_name) {
-    RowView x = as_rows(x_view, 0, !scatter);
+          const char* scale_name, bool may_page) {
+    RowView x = as_rows(x_view, 0, may_page);
     if (x.count != tokens || x.heads != cache.heads || x.dim != cache.dim)
         refuse_shape(x_view, "[" + std::to_string(tokens) + ", " + std::to_string(cache.heads) + ", " +
                                  std::to_string(cache.dim) + "]");

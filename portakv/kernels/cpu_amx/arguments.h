@@ -66,7 +66,7 @@ bool rotates_v(nanobind::handle fmt);
 
 // One side of a store (`scatter`) or gather: `x [tokens, H, D]` against the rows of `cache`.
 Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nanobind::handle scale,
-          const char* scale_name);
+          const char* scale_name, bool may_page);
 
 // What a move has to copy: `tgt[i]` from `src[i]`, `count` times; slots to skip are left out and counted.
 struct MovePairs {

@@ -36,8 +36,9 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
     job.first = scatter ? read_page_size(fmt) : 0;
     job.end = kc.count;
     View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
-    job.half[0] = bind(k_view, kc, job.loc.size, scatter, k_scale, names[2]);
-    job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3]);
+    // A gather's rows may be those of a batch, [B, S, H, D], which lie as pages do.
+    job.half[0] = bind(k_view, kc, job.loc.size, scatter, k_scale, names[2], !scatter);
+    job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3], !scatter);
     if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
     job.fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     int64_t bytes = job.loc.size * (half_bytes(job.half[0]) + half_bytes(job.half[1]));

@@ -135,8 +135,8 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     check_pair(cache_views[0], cache_views[1], caches[0], caches[1], fmt);
     View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
     PackedJob job{};
-    job.half[0] = bind(k_view, caches[0].view, slots.size, scatter, k_scale, names[2]);
-    job.half[1] = bind(v_view, caches[1].view, slots.size, scatter, v_scale, names[3]);
+    job.half[0] = bind(k_view, caches[0].view, slots.size, scatter, k_scale, names[2], false);
+    job.half[1] = bind(v_view, caches[1].view, slots.size, scatter, v_scale, names[3], false);
     if (v_view.dtype != k_view.dtype) refuse_type(names[1], dtype_name(k_view.dtype), dtype_name(v_view.dtype));
     int64_t* fault = read_faults(faults) + (scatter ? kStoreKv : kGatherKv);
     int64_t page = caches[0].view.rows.page, item = dtype_bytes(cache_views[0].dtype);
