@@ -354,8 +354,8 @@ class HybridKVPool:
             made = k_out.dtype if isinstance(k_out, Tensor) and k_out.dtype in layer.sources else made
             v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=made, device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
-        names, kinds = ("k_out", "v_out", "locations"), {"mixed": True, "batched": True}
-        checks.check_rows(names, layer, loc, k_out, v_out, dtypes, self.device, **kinds)
+        names = ("k_out", "v_out", "locations")
+        checks.check_rows(names, layer, loc, k_out, v_out, dtypes, self.device, mixed=True, batched=True)
         checks.check_outputs(k_out, v_out)
         if k_out.dtype is not v_out.dtype:  # kernels write one dtype: once for each, beside what nobody reads
             self.gather_kv(layer_id, locations, k_out, torch.empty_like(v_out, dtype=k_out.dtype))

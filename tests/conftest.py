@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,3 +30,32 @@ def _kinds() -> list[str]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device under test; one that was asked for and is missing raises DeviceUnavailable."""
     return devices.resolve(devices.DeviceKind(request.param))
+
+
+@pytest.fixture
+def in_threads() -> Callable[..., None]:
+    """`in_threads(call, …)`: each call in a thread of its own, all at once and often interrupted; the first error."""
+
+    def run(*calls: Callable[[], object]) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        for error in errors:
+            raise error
+
+    return run

@@ -228,41 +228,28 @@ def test_an_undo_that_is_interrupted_is_finished_by_the_next_call() -> None:
     w.check()
 
 
-def test_threads_share_an_allocator() -> None:
+def test_threads_share_an_allocator(in_threads: Callable[..., None]) -> None:
     """Every slot has one owner, whichever thread asked, also where threads drop what they had for finalizers."""
     a = HybridSlotAllocator(4096, 2048, 4, window=8)
-    owner, errors = np.zeros(4100, np.int64), []
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    owner = np.zeros(4100, np.int64)
 
     def work(me: int) -> None:
         rng = random.Random(me)
-        try:
-            for _ in range(150):
-                n = rng.randrange(1, 60)
-                slots = a.alloc(n)
-                assert not owner[slots.numpy()].any()
-                owner[slots.numpy()] = me
-                more = a.alloc_extend([n], [n + 5], [slots[-1]])
-                assert not owner[more.numpy()].any()
-                owner[more.numpy()] = me
-                held = torch.cat((slots, more))
-                a.evict_swa(held[None], [0], [0], [n])
-                assert (owner[held.numpy()] == me).all()
-                owner[held.numpy()] = 0
-                rng.choice((a.free, functools.partial(drop, a)))(held)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(150):
+            n = rng.randrange(1, 60)
+            slots = a.alloc(n)
+            assert not owner[slots.numpy()].any()
+            owner[slots.numpy()] = me
+            more = a.alloc_extend([n], [n + 5], [slots[-1]])
+            assert not owner[more.numpy()].any()
+            owner[more.numpy()] = me
+            held = torch.cat((slots, more))
+            a.evict_swa(held[None], [0], [0], [n])
+            assert (owner[held.numpy()] == me).all()
+            owner[held.numpy()] = 0
+            rng.choice((a.free, functools.partial(drop, a)))(held)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors
+    in_threads(*(functools.partial(work, i) for i in range(1, 5)))
     assert a.available("full") == 4096
     assert a.available("swa") == 2048
     a.check_integrity()
@@ -368,30 +355,16 @@ def test_a_group_inside_of_a_step_that_fails_is_closed() -> None:
     assert w.a.alloc(12).numel() == 12
 
 
-def test_groups_of_threads_wait_for_each_other() -> None:
+def test_groups_of_threads_wait_for_each_other(in_threads: Callable[..., None]) -> None:
     a = HybridSlotAllocator(64, 64, 4)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    errors = []
 
     def work() -> None:
-        try:
-            for _ in range(30):
-                slots = a.alloc(8)
-                with a.group_frees():
-                    a.free(slots)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(30):
+            slots = a.alloc(8)
+            with a.group_frees():
+                a.free(slots)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors
+    in_threads(*[work] * 4)
     assert (a.available("full"), a.available("swa")) == (64, 64)
     a.check_integrity()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import itertools
@@ -410,12 +411,11 @@ def test_decoder_of_an_encoder_decoder(name: str, num_beams: int) -> None:
 # Threads
 
 
-def test_threads_with_caches_of_their_own_on_one_pool(gemma3: Any) -> None:
+def test_threads_with_caches_of_their_own_on_one_pool(gemma3: Any, in_threads: Any) -> None:
     """Each thread's tokens are those it gets alone; caches dropped by another thread lose nothing."""
     pool = PortaKVCache.for_model(gemma3, 12, 32, page_size=4).pool
     jobs = [{**prompts((14, 9 + n)), "num_beams": 1 + n % 2, "max_new_tokens": 10} for n in range(4)]
     alone = [generate(gemma3, **job).sequences for job in jobs]
-    wrong: list[Any] = []
     dropped: list[PortaKVCache] = []
     once = threading.Barrier(2)
 
@@ -424,29 +424,14 @@ def test_threads_with_caches_of_their_own_on_one_pool(gemma3: Any) -> None:
         for turn in range(6):
             n = (first + turn) % len(jobs)
             cache = PortaKVCache(pool)
-            try:
-                tokens = gemma3.generate(**jobs[n], do_sample=False, **{CACHE: cache})
-            except Exception as error:
-                wrong.append(error)
-                return
-            if not torch.equal(tokens, alone[n]):
-                wrong.append((first, turn))
+            tokens = gemma3.generate(**jobs[n], do_sample=False, **{CACHE: cache})
+            assert torch.equal(tokens, alone[n]), (first, turn)
             dropped.append(cache)
             del cache
             if len(dropped) > 2:
                 dropped.pop(0)  # whose ever it was
 
-    threads = [threading.Thread(target=serve, args=(n,)) for n in range(2)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong
+    in_threads(*(functools.partial(serve, n) for n in range(2)))
     dropped.clear()
     pool.check_integrity()
     assert pool.allocator.available("full") == pool.size

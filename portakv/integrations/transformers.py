@@ -243,6 +243,7 @@ class _Batch:
         self.pool = pool
         self.allocator = pool.allocator
         self.stored = frozenset(i for i, spec in enumerate(pool.layers) if spec.alias_of is None)
+        self.windows = {pool.layers[i].window for i in self.stored}
         self.state = _State()
 
     @property
@@ -294,9 +295,8 @@ class _Batch:
             if past:
                 slots[:, :past] = state.held
         slots[:, past:length] = loc.numpy().reshape(batch, num_tokens)
-        windows = {self.pool.layers[i].window for i in self.stored}
-        write = self.pool.plan_write(loc)
-        reads = {window: self._plan_read(slots[:, _first_visible(past, window) : length], window) for window in windows}
+        write, seen = self.pool.plan_write(loc), slots[:, :length]
+        reads = {window: self._plan_read(seen[:, _first_visible(past, window) :], window) for window in self.windows}
         return state._replace(slots=slots, length=length), _Forward(past, self.stored, write, reads)
 
     def _plan_read(self, slots: Ints, window: int | None) -> KVWriteLoc:

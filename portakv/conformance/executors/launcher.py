@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
 from portakv.compile import Target
@@ -32,25 +29,12 @@ EXECUTORS = {"cuda": ("ptx", "ptx"), "hip": ("gcn", "amdgcn"), "xpu": ("spirv", 
 
 
 def load_executor(backend: str) -> tuple[ModuleType, str]:
-    """The module that executes a backend's code, and the code's name. Raises `ModuleNotFoundError`."""
+    """The module that executes a backend's code, prepared, and the code's name. Raises `ModuleNotFoundError`."""
     module, code = EXECUTORS[backend]
-    if backend == "hip":
-        _leave_out_linker()
-    return importlib.import_module(f"portakv.conformance.executors.{module}"), code
-
-
-@functools.cache
-def _leave_out_linker() -> None:
-    """Have an older Triton stop at the assembly: it links with an ld.lld of ROCm's, which need not be here.
-
-    What it compiles then is no kernel for a GPU, and goes into a cache apart.
-    """
-    backend = backends["amd"].compiler
-    if hasattr(backend, "path_to_rocm_lld"):
-        backend.make_hsaco = staticmethod(lambda *_: b"")
-        backend.hash = lambda self: f"assembly-{self.target}"
-        cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        os.environ["TRITON_CACHE_DIR"] = str(Path(cache, "assembly"))
+    executor = importlib.import_module(f"portakv.conformance.executors.{module}")
+    if hasattr(executor, "prepare"):
+        executor.prepare()
+    return executor, code
 
 
 class ExecutedKernel:

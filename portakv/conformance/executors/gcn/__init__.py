@@ -9,6 +9,7 @@ opcode computes, `lanes` and `accesses` those that read other lanes and memory; 
 and missing waits are not seen.
 """
 
+from portakv.conformance.executors.gcn.compiler import prepare
 from portakv.conformance.executors.gcn.machine import Program, parse, run
 
-__all__ = ["Program", "parse", "run"]
+__all__ = ["Program", "parse", "prepare", "run"]
