@@ -16,10 +16,12 @@ pytest.importorskip("z3", reason="the extra prove; CI installs it and runs this 
 
 from portakv import cli
 from portakv.compile import Target
-from portakv.conformance.prove import kernels, launches, mutants, ttir
+from portakv.conformance.prove import kernels, mutants, ttir
+from portakv.conformance.prove import launch as launch_module
 from portakv.conformance.prove.kernels import Subject
-from portakv.conformance.prove.launches import LAUNCHES, Launch
-from portakv.conformance.prove.threads import UnknownOp
+from portakv.conformance.prove.launch import Launch
+from portakv.conformance.prove.launches import LAUNCHES
+from portakv.conformance.prove.program import UnknownOp
 from portakv.formats import KVFormat, Structure, Variant
 from portakv.kernels import cuda
 from portakv.kernels._triton import SOURCES
@@ -108,7 +110,7 @@ def shorten(tensor: str, launch: Launch) -> None:
 
 @pytest.mark.parametrize("kind", ["store_kv", "gather_kv", "move_kv", "store_kv_flashmla"])
 def test_more_rows_than_the_launchers_take_overflow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "MOST_ROWS", 2 * launches.MOST_ROWS)
+    monkeypatch.setattr(launch_module, "MOST_ROWS", 2 * launch_module.MOST_ROWS)
     assert any("refuted" in x for x in problems(subject(kind)))
 
 

@@ -14,8 +14,8 @@ import torch
 
 from portakv.compile import FORMATS, Target, variant_name
 from portakv.conformance.prove import ttir
+from portakv.conformance.prove.program import Program
 from portakv.conformance.prove.proof import Finding, prove
-from portakv.conformance.prove.threads import Program
 from portakv.formats import VECTOR_BYTES, Variant, list_variants
 from portakv.testing import formats
 

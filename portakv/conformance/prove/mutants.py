@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from portakv.conformance.prove import ttir
 from portakv.conformance.prove.kernels import Subject
+from portakv.conformance.prove.program import Program
 from portakv.conformance.prove.proof import prove_program, same_accesses
-from portakv.conformance.prove.threads import Program
 from portakv.conformance.prove.ttir import Op
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import z3
 
 from portakv.conformance.prove import ttir
-from portakv.conformance.prove.launches import LAUNCHES, Case, Launch, cases
+from portakv.conformance.prove.launch import Case, Launch
+from portakv.conformance.prove.launches import LAUNCHES, cases
+from portakv.conformance.prove.program import DATA, STRUCTURE, Access, Program, Total, Touch, UnknownOp
 from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
-from portakv.conformance.prove.threads import Access, Program, Thread, Total, Touch, UnknownOp
+from portakv.conformance.prove.threads import Thread
 from portakv.formats import FAULT_KINDS, Variant
 
 SECONDS = 20
@@ -38,6 +40,7 @@ def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapp
 def prove_program(program: Program, variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
     if variant.op not in LAUNCHES:
         raise UnknownOp(f"{variant.op}: expected an op whose launch is declared, one of {sorted(LAUNCHES)}")
+    _require_meanings(program)
     findings: list[Finding] = []
     unreached = set(program.accesses)
     for case in cases(variant):
@@ -46,6 +49,13 @@ def prove_program(program: Program, variant: Variant, constants: Mapping[str, An
     dead = [x for x in unreached if x.kind != "atomic"]
     findings += [Finding(f"{_name(x)} happens", "no launch makes it: nothing is shown of it") for x in dead]
     return findings
+
+
+def _require_meanings(program: Program) -> None:
+    """Raise `UnknownOp` for an op that `Thread` has no meaning for."""
+    for op in program.kernel.body.walk():
+        if op.name not in STRUCTURE | DATA and not hasattr(Thread, f"do_{op.name.replace('.', '_')}"):
+            raise UnknownOp(f"{op.name}: expected an op that the prover knows, got {op.text!r}")
 
 
 def same_accesses(program: Program, other: Program, variant: Variant, constants: Mapping[str, Any]) -> bool:

@@ -12,219 +12,28 @@ from dataclasses import dataclass, field
 
 import z3
 
-from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
-from portakv.conformance.prove.ttir import Block, Kernel, Op, Type
-from portakv.errors import PortaKVError
-
-
-class UnknownOp(PortaKVError):
-    """An op of TTIR that the prover has no meaning for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A signed integer."""
-
-    sum: Sum
-    ok: Condition = True
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    holds: Condition
-    ok: Condition = True
-
-
-@dataclass(frozen=True, slots=True)
-class Pointer:
-    """To a byte of a tensor, and how many bytes an element there has."""
-
-    tensor: str
-    offset: Sum
-    size: int
-    ok: Condition = True
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """A float: it decides no address."""
-
-
-Value = Number | Truth | Pointer | Data
-Lane = tuple[Sum, ...]
-"""An index into a tensor value, one number an axis."""
-
-DATA = frozenset(
-    f"arith.{name}" for name in ("addf", "subf", "mulf", "sitofp", "fptosi", "negf", "maximumf", "extf", "truncf")
+from portakv.conformance.prove.program import (
+    DATA,
+    Access,
+    Branch,
+    Data,
+    Lane,
+    Loop,
+    Number,
+    Path,
+    Pointer,
+    Program,
+    Read,
+    Total,
+    Touch,
+    Truth,
+    UnknownOp,
+    Value,
+    adds,
+    turn_of,
 )
-"""Ops on floats: no number is known of their results."""
-
-STRUCTURE = frozenset(("scf.yield", "tt.reduce.return", "tt.scan.return", "tt.return", "tt.store"))
-"""Ops without a value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """An op stands in a branch of an `scf.if`."""
-
-    condition: str
-    taken: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    """An op stands in the body of an `scf.for`."""
-
-    op: Op
-
-
-Path = tuple[Branch | Loop, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Access:
-    """A load, store or atomic of the kernel; `index` counts those before it."""
-
-    index: int
-    op: Op
-    path: Path
-
-    @property
-    def kind(self) -> str:
-        return {"tt.load": "load", "tt.store": "store"}.get(self.op.name, "atomic")
-
-    @property
-    def mask(self) -> str | None:
-        at = 1 if self.op.name == "tt.load" else 2
-        return self.op.operands[at] if len(self.op.operands) > at else None
-
-
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """An access as one lane makes it: where, and when. `sound` must hold of every lane, the pointer's `ok` of those
-    that access. `place` tells which lane it is: its programs, its elements, its iterations."""
-
-    access: Access
-    pointer: Pointer
-    when: Condition
-    sound: Condition
-    place: tuple[Sum, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What a lane loaded from a tensor: the element at a byte."""
-
-    offset: Sum
-    value: Sum
-    mask: Condition
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A number that a loop adds up from nothing: `term` of every lane of every iteration."""
-
-    loop: Op
-    name: str
-    term: str
-    lanes: int
-    result: Sum
-
-
-def turn_of(loop: Op) -> str:
-    """The variable that counts a loop's iterations."""
-    return f"turn{loop.blocks[0].arguments[0]}"
-
-
-def adds(op: Op) -> bool:
-    """Whether it is a reduction, or a scan, by addition."""
-    return op.name in ("tt.reduce", "tt.scan") and [x.name for x in op.blocks[0].ops[:-1]] == ["arith.addi"]
-
-
-@dataclass
-class Program:
-    """A kernel's ops, found by the values that they define; shared by all threads."""
-
-    kernel: Kernel
-    arguments: Sequence[str]
-    defined: dict[str, tuple[Op, int]] = field(default_factory=dict)
-    carried: dict[str, tuple[Op, int]] = field(default_factory=dict)
-    paths: dict[int, Path] = field(default_factory=dict)
-    accesses: list[Access] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._enter(self.kernel.body, ())
-        known = {name for name in vars(Thread) if name.startswith("do_")}
-        for op in self.kernel.body.walk():
-            if op.name not in STRUCTURE | DATA and f"do_{op.name.replace('.', '_')}" not in known:
-                raise UnknownOp(f"{op.name}: expected an op that the prover knows, got {op.text!r}")
-
-    def _enter(self, block: Block, path: Path) -> None:
-        for op in block.ops:
-            self.paths[id(op)] = path
-            for i, result in enumerate(op.results):
-                self.defined[result] = op, i
-            if op.name in ("tt.load", "tt.store", "tt.atomic_rmw"):
-                self.accesses.append(Access(len(self.accesses), op, path))
-            for i, inner in enumerate(op.blocks):
-                if op.name == "scf.for":
-                    self.carried |= {name: (op, at) for at, name in enumerate(inner.arguments)}
-                    self._enter(inner, (*path, Loop(op)))
-                elif op.name == "scf.if":
-                    self._enter(inner, (*path, Branch(op.operands[0], i == 0)))
-
-    def needed(self) -> set[int]:
-        """The accesses, and the ops that their addresses, their masks and the ways to them derive from, by id."""
-        needed: set[str] = set()
-        waiting: list[str] = []
-        for access in self.accesses:
-            waiting += [access.op.operands[0], *(() if access.mask is None else (access.mask,))]
-            for step in access.path:
-                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
-        kept: set[int] = {id(access.op) for access in self.accesses}
-        while waiting:
-            name = waiting.pop()
-            if name in needed or name in self.kernel.parameters:
-                continue
-            needed.add(name)
-            op, _ = self.defined.get(name) or self.carried[name]
-            kept.add(id(op))
-            # Of a load the value does not matter here, nor what a masked lane would get: both may be anything.
-            waiting += op.operands
-            for block in op.blocks:
-                waiting += [x for x in block.ops[-1].operands if op.name in ("scf.for", "scf.if")]
-            for step in self.paths[id(op)]:
-                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
-        return kept
-
-    def skeleton(self) -> str:
-        """The ops that are needed, their values numbered: kernels that differ only in what they make of data have the
-        same."""
-        kept = self.needed()
-        numbers: dict[str, str] = {}
-
-        def numbered(match: re.Match[str]) -> str:
-            return numbers.setdefault(match[0], f"%{len(numbers)}")
-
-        lines = [f"{self.arguments}"]
-        for op in self.kernel.body.walk():
-            if id(op) in kept:
-                uses = " ".join((*op.results, *op.operands[: 1 if op.name == "tt.store" else None]))
-                plain = re.sub(r"%[\w']+(?:#\d+)?(?::\d+)?", "", op.text)
-                inner = (
-                    [x.name for block in op.blocks for x in block.ops] if op.name in ("tt.reduce", "tt.scan") else []
-                )
-                mask = op.operands[2] if op.name == "tt.store" and len(op.operands) > 2 else ""
-                ends = " ".join(x for block in op.blocks for x in (*block.arguments, *block.ops[-1].operands))
-                lines.append(re.sub(r"%[\w']+(?:#\d+)?", numbered, f"{uses} {mask} {ends}") + plain + str(inner))
-        return "\n".join(lines)
-
-    def parameter(self, name: str) -> tuple[str, Type] | None:
-        """The kernel's name of a parameter; TTIR may call it otherwise."""
-        kinds = self.kernel.parameters
-        if name not in kinds:
-            return None
-        return self.arguments[list(kinds).index(name)], kinds[name]
+from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
+from portakv.conformance.prove.ttir import Op, Type
 
 
 @dataclass
