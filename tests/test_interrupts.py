@@ -214,7 +214,7 @@ def test_an_undo_that_is_interrupted_is_finished_by_the_next_call() -> None:
 
     def steps() -> None:
         w.a.free(w.whole)
-        w.a._pages.journal.insert(0, lambda: broken.pop()() if broken else None)
+        w.a._pages.journal.append(lambda: broken.pop()() if broken else None)  # undone first
         raise ValueError
 
     def interrupt() -> None:
