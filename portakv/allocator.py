@@ -145,8 +145,8 @@ class HybridSlotAllocator:
     def atomically(self, steps: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Run `steps()`, whose calls of this allocator take effect together or, if it raises anything, not at all.
 
-        `undo()` is called where they do not: what `steps` published of its own goes back there. Other threads wait.
-        Nests.
+        `undo()` is called where they do not: what `steps` published of its own goes back there. Slots are taken back,
+        not the bytes that were written to them. Other threads wait. Nests.
         """
         if undo is not None:
             self._pages.journal.append(undo)

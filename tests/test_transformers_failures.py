@@ -213,3 +213,25 @@ def test_copies_that_fail_twice_are_named_and_made_by_the_next_call(monkeypatch:
         cache.reorder_cache(torch.tensor([2, 2, 0]))
     cache.reset()
     assert available(pool) == (160, 96)
+
+
+@pytest.mark.parametrize("change", ["forward", *(name for name in CHANGES if name != "reorder")])  # bytes stay written
+def test_a_change_in_a_step_that_fails_later_is_taken_back(change: str) -> None:
+    """As where an engine frees other slots in the same step: the cache goes back with the allocator."""
+    pool = make_pool()
+    cache, names = PortaKVCache(pool), [1, 2, 3]
+    forward(cache, 5, names)
+    before = available(pool)
+
+    def steps() -> None:
+        if change == "forward":
+            forward(cache, 2, names)
+        else:
+            CHANGES[change][0](cache)
+        raise ValueError("the rest of the step")
+
+    with pytest.raises(ValueError, match="the rest"):
+        pool.allocator.atomically(steps)
+    assert available(pool) == before
+    pool.check_integrity()
+    forward(cache, 2, names)
