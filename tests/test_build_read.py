@@ -53,13 +53,13 @@ def define(mapping, table, rows, seq_lens, extra_lens, query_lens, out, indptr, 
         if slot <= 0:
             return fmt.pad
         held = slot >= fmt.page_size
-        if held and slot % step:
-            count["build_read"] += 1
-            return fmt.pad
         if mapping is not None:
             slot = int(mapping[slot])
         if slot <= 0:
             count["build_read"] += held
+            return fmt.pad
+        if slot >= step and slot % step:
+            count["build_read"] += 1
             return fmt.pad
         slot //= step
         if narrow and slot >= 2**31:

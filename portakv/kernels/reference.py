@@ -218,14 +218,14 @@ def build_read(
         slot = torch.full_like(position, PAD)
     _count(faults, "build_read", ok & (slot >= num_slots))
     slot = torch.where(ok & (slot < num_slots), slot, PAD).clamp(min=PAD)
-    if step > 1:
-        askew = (slot >= fmt.page_size) & (slot % step != 0)
-        _count(faults, "build_read", askew)
-        slot = torch.where(askew, PAD, slot)
     if mapping is not None:
         peer = mapping[slot]
         _count(faults, "build_read", (slot >= fmt.page_size) & (peer <= PAD))
         slot = peer
+    if step > 1:
+        askew = (slot >= step) & (slot % step != 0)
+        _count(faults, "build_read", askew)
+        slot = torch.where(askew, PAD, slot)
     ok = slot > PAD
     value = slot // step
     if out.dtype == torch.int32:

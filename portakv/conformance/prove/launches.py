@@ -311,20 +311,18 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
     read, slot = thread.touch(table).when, thread.read("table")
     mapped, peer = as_z3(terms.equal(x.scalars["has_mapping"], 1)), thread.read("mapping")
     past, held = as_z3(terms.at_least(slot, slots)), as_z3(terms.at_least(slot, x.scalars["reserved"]))
-    askew = z3.BoolVal(False)
+    has_peer = z3.Or(z3.Not(mapped), as_z3(terms.at_least(peer, 1)))
+    value, askew = terms.choose(mapped, peer, slot), z3.BoolVal(False)
     if x.variant.structure is Structure.ROWS:  # pages are rows of every `step`-th slot
         step = x.scalars["step"]
-        _, rest = terms.divide(slot, step)
-        askew = z3.And(held, z3.Not(past), as_z3(negate(terms.equal(step, 1))), as_z3(negate(terms.equal(rest, 0))))
-    has_peer = z3.Or(z3.Not(mapped), as_z3(terms.at_least(peer, 1)))
+        pages, rest = terms.divide(value, step)
+        off = both(negate(terms.equal(step, 1)), terms.at_least(pages, 1), negate(terms.equal(rest, 0)))
+        askew = z3.And(as_z3(terms.at_least(slot, 1)), z3.Not(past), has_peer, as_z3(off))
+        value = terms.choose(terms.equal(step, 1), value, pages)
     lost = z3.Or(past, askew, z3.And(held, z3.Not(has_peer)))
     found.append(("build_read", both(read, lost)))
     if x.variant.out_index_dtype is torch.int32:
         named = both(terms.at_least(slot, 1), z3.Not(past), z3.Not(askew), has_peer)
-        value = terms.choose(mapped, peer, slot)
-        if x.variant.structure is Structure.ROWS:
-            pages, _ = terms.divide(value, x.scalars["step"])
-            value = terms.choose(terms.equal(x.scalars["step"], 1), value, pages)
         found.append(("cast_loc", both(read, named, negate(terms.fits(value, 32)))))
     return found
 

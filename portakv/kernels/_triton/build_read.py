@@ -277,17 +277,17 @@ def kernel(
         lost = slot >= num_slots
         named_here = (slot > 0) & (slot < num_slots)
         held = named_here & (slot >= reserved)
-        if not (RAGGED or PER_QUERY) and step != 1:
-            askew = held & (slot % step != 0)
-            lost = lost | askew
-            named_here = named_here & (askew == 0)
         if has_mapping != 0:
             slot = tl.load(mapping + slot, mask=named_here, other=0)
-            lost = lost | (held & named_here & (slot <= 0))
+            lost = lost | (held & (slot <= 0))
             named_here = named_here & (slot > 0)
-        count_faults(faults + FAULT, lost)
         if not (RAGGED or PER_QUERY) and step != 1:
-            slot = slot // step
+            page = slot // step
+            askew = named_here & (page > 0) & (page * step != slot)
+            lost = lost | askew
+            named_here = named_here & (askew == 0)
+            slot = page
+        count_faults(faults + FAULT, lost)
         if out.dtype.element_ty == tl.int32:
             unfit = named_here & (slot.to(tl.int32).to(tl.int64) != slot)
             count_faults(faults + CAST_FAULT, unfit)

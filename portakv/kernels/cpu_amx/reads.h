@@ -28,18 +28,19 @@ void name_slots(Reading& r, const typename Index<In>::Type* from, typename Index
         int64_t slot = from[i * step];
         over += slot >= num_slots;
         slot = (slot > 0) & (slot < num_slots) ? slot : 0;
-        if (Paged) {
-            bool askew = slot >= reserved && (r.shift >= 0 ? slot & (step - 1) : slot % step);
-            over += askew;
-            slot = askew ? 0 : slot;
-        }
         if (Mapped) {
             int64_t peer = mapping[slot];
             over += (slot >= reserved) & (peer <= 0);
             slot = peer;
         }
         bool named = slot > 0;
-        if (Paged) slot = r.shift >= 0 ? slot >> r.shift : slot / step;
+        if (Paged) {
+            int64_t page = r.shift >= 0 ? slot >> r.shift : slot / step;
+            bool askew = (page > 0) & (page * step != slot);
+            over += askew;
+            named &= !askew;
+            slot = page;
+        }
         if (To == 4) {
             bool fits = slot <= INT32_MAX;
             unfit += named & !fits;
