@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from timing import at_least_two, environment, ratio, summary
 
-from portakv import HybridKVPool, KVWriteLoc, LayerSpec, check
+from portakv import HybridKVPool, KVWriteLoc, LayerSpec, check, dispatch
 from portakv import device as devices
 from portakv.formats import KVFormat
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 
 HEADS, DIM, PAGE = 8, 128, 16
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -305,10 +305,10 @@ def measure(
 
 
 def device_environment(device: torch.device) -> dict[str, str]:
-    found = devices.facts(device)
+    found = dispatch.facts(device)
     versions = {name: package.version or package.problem or "built" for name, package in found.packages.items()}
     runtime = torch.version.cuda or torch.version.hip or "none"
-    return {"device": f"{found.name} ({found.kind.value} {found.arch})", "runtime": runtime} | versions
+    return {"device": f"{found.name} ({found.device.name} {found.arch})", "runtime": runtime} | versions
 
 
 def show(result: dict[str, Any]) -> None:
@@ -341,13 +341,13 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=[kind.value for kind in devices.DeviceKind if kind.value != "other"])
+    parser.add_argument("--device", choices=[known.name for known in dispatch.DEVICES])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--slots", type=int, help="slots in each of two pools, 6 KiB of K and V together")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS)
     parser.add_argument("--rounds", type=at_least_two, default=21)
     args = parser.parse_args()
-    device = devices.resolve(args.device and devices.DeviceKind(args.device))
+    _, device = dispatch.resolve(args.device)
     result = measure(device, args.slots or default_slots(device), args.tokens, args.rounds)
     if args.json:
         print(json.dumps(result, indent=1))

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-import portakv
-from portakv import HybridKVPool, LayerSpec
+from portakv import HybridKVPool, LayerSpec, dispatch
 
 _filled: list[torch.Tensor] = []
 
@@ -84,7 +83,7 @@ def environment() -> dict[str, str]:
         commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
         commit = ""
-    found = portakv.device.facts(torch.device("cpu"))
+    found = dispatch.facts("cpu")
     return {
         "portakv": commit or "no git",
         "torch": torch.__version__,

@@ -4,8 +4,8 @@ from portakv import parallel
 from portakv.allocator import HybridSlotAllocator
 from portakv.compile import warmup
 from portakv.consumers import CONSUMERS, ReadStyle
-from portakv.device import DEVICE, DeviceKind
-from portakv.dispatch import explain
+from portakv.device import DeviceKind
+from portakv.dispatch import DEVICE, explain
 from portakv.errors import (
     DeviceUnavailable,
     IntegrityError,

@@ -86,7 +86,7 @@ def entries(table: torch.Tensor | npt.NDArray[np.integer[Any]], rows: Ints, colu
     """`table[rows, columns]` on the host; of a table on a device only these are copied."""
     if not isinstance(table, torch.Tensor):
         return table[rows, columns].astype(np.int64, copy=False)
-    at = devices.upload(torch.from_numpy(np.stack((rows, columns))), table.device)
+    at = torch.from_numpy(np.stack((rows, columns))).to(table.device)
     return as_ints("table", table[at[0], at[1]])
 
 

@@ -21,10 +21,9 @@ from portakv import dispatch, testing
 from portakv.buffers import Mismatch
 from portakv.errors import NoKernel
 from portakv.formats import INDEX_DTYPES, PAD, SLOT_OPS, KVFormat, ReadFormat, Structure
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 from portakv.layers import LayerSpec
 from portakv.pool import HybridKVPool
-from portakv.table import HOST_TABLE, TABLE
 from portakv.testing import Case
 
 Tensor = torch.Tensor
@@ -51,11 +50,10 @@ GRAPH_FILLS = {"graph, filled before replay": False, "graph, filled inside": Tru
 
 
 def rows(device: torch.device) -> list[tuple[str, str]]:
-    """Every (op, row) of the device's column and of the host's, then every (graph, row) for captured graphs."""
-    kind = devices.kind_of(device)
-    ops = [(op, row.name) for op, columns in TABLE.items() for row in columns[kind]]
-    ops += [(op, row.name) for op, columns in HOST_TABLE.items() for row in columns[devices.DeviceKind.CPU]]
-    return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in TABLE["store_kv"][kind]]
+    """Every (op, row) of the device and of the host, then every (graph, row) for captured graphs."""
+    of = dispatch.device_of(device)
+    ops = [(op, row.name) for op in (*dispatch.OPS, *dispatch.HOST_OPS) for row in dispatch.rows(op, of)]
+    return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in dispatch.rows("store_kv", of)]
 
 
 def check_device(device: torch.device) -> Iterator[Outcome]:
@@ -71,13 +69,13 @@ def check_row(
     op: str, row: str, device: torch.device, cases: Sequence[Case] | None = None, until: float = math.inf
 ) -> Outcome:
     """Run a row on `cases` (default: all of its op), none of which starts after `until` on the monotonic clock."""
-    if row == "reference" and devices.kind_of(device) is devices.DeviceKind.CPU:
+    if row == "reference" and devices.shares_host_memory(device):
         return Outcome(op, row, "definition")
     cases = list(testing.cases(op)) if cases is None else cases
     check = partial(testing.check, last_wins=True) if row == "reference" else testing.check
     done = 0
     try:
-        found = devices.facts(device)
+        found = dispatch.facts(device)
         kernel = dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
         # Formats that the table keeps from the row are skipped.
         cases = [case for case in cases if _serves(op, row, found, case)]
@@ -107,7 +105,7 @@ def check_measure(row: str) -> Outcome:
     if row == "reference":
         return Outcome(op, row, "definition")
     try:
-        found = devices.facts(devices.resolve(devices.DeviceKind.CPU))
+        found = dispatch.facts("cpu")
         measure: Callable[..., Any] = dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
         for batch in every:
             want, got = reference.measure_read(*batch), measure(*batch)
@@ -182,8 +180,8 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def _graph_class(device: torch.device) -> Any:
-    module = torch.get_device_module(device)
-    return getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
+    name = dispatch.device_of(device).graph
+    return None if name is None else getattr(torch.get_device_module(device), name, None)
 
 
 def capture(step: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from portakv.arguments import require_plain, shown
-from portakv.device import DeviceFacts, DeviceKind, fp8_dialect
+from portakv.device import DeviceFacts
 from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnership, StaleWriteLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
 from portakv.groups import Layer, LayerGroup, widest_window
@@ -48,7 +48,7 @@ def checked_mode(check: bool | None) -> bool:
 
 def storage_dtype(dtype: torch.dtype | str, found: DeviceFacts) -> torch.dtype:
     if isinstance(dtype, str) and dtype == "fp8":
-        return fp8_dialect(found)
+        return found.fp8_dialect
     if isinstance(dtype, torch.dtype) and (dtype in FLOAT_DTYPES or dtype in FP8_DIALECTS):
         return dtype
     allowed = [str(d) for d in (*FLOAT_DTYPES, *FP8_DIALECTS)]
@@ -59,16 +59,15 @@ def pool_layout(
     layout: str, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int, found: DeviceFacts
 ) -> Layout:
     """A layout by its name. "auto": on a CPU the packed pages that it multiplies fastest, if they hold every layer."""
-    on_cpu = found.kind is DeviceKind.CPU
-    allowed = ["auto", *(x.value for x in Layout if on_cpu or not x.packed)]
+    on_host = found.device.torch_type == "cpu"
+    allowed = ["auto", *(x.value for x in Layout if on_host or not x.packed)]
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected one of {allowed}, got {layout!r}")
     if layout not in allowed:
-        raise ValueError(f"layout: expected one of {allowed} on a device of kind {found.kind.value}, got {layout!r}")
+        raise ValueError(f"layout: expected one of {allowed} on a device of kind {found.device.name}, got {layout!r}")
     if layout != "auto":
         return Layout(layout)
-    choices = (Layout.CPU_AMX, Layout.CPU_VEC)["amx" not in found.features :] if on_cpu else ()
-    for choice in choices:
+    for choice in map(Layout, found.device.packed(found.features)):
         shapes = ((spec, KVFormat(1, spec.head_dim, spec.v_dim, dtype, page_size, choice)) for spec in layers)
         if not any(fmt.problem(spec.mla) for spec, fmt in shapes):
             return choice

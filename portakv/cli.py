@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from portakv import check as conformance
-from portakv import compare, device, dispatch
+from portakv import compare, dispatch
 from portakv import compile as compilation
 from portakv import costs as costing
 from portakv.check import Outcome
@@ -44,26 +44,25 @@ _out = Console()
 _err = Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cuda, hip, xpu, cpu, or a torch device such as cuda:1.")
-]
+_NAMES = ", ".join(known.name for known in dispatch.DEVICES)
+DeviceName = Annotated[str | None, typer.Option("--device", help=f"{_NAMES}, or a torch device such as cuda:1.")]
 
 
 @app.command()
 def info(as_json: AsJson = False) -> None:
     """Show what was probed, which kernel serves each op, and why every other one does not."""
     with _one_line_errors():
-        facts = device.facts(device.resolve(None))
+        facts = dispatch.facts()
         chosen = dispatch.select_all(facts) | dispatch.select_host()
     if as_json:
         _print_json(
             {
-                "device": device.DEVICE.value,
+                "device": dispatch.CHOSEN.name,
                 "arch": facts.arch,
                 "name": facts.name,
                 "features": sorted(facts.features),
                 "versions": _versions(),
-                "probed": [{"kind": p.kind.value, "count": p.count, "reason": p.reason} for p in device.probe()],
+                "probed": [{"kind": p.device.name, "count": p.count, "reason": p.reason} for p in dispatch.probe()],
                 "kernels": {op: selection.row.name for op, selection in chosen.items()},
                 "rejected": {op: {row.name: why for row, why in s.rejected} for op, s in chosen.items()},
             }
@@ -71,9 +70,9 @@ def info(as_json: AsJson = False) -> None:
         return
     _print_header(f"{facts.name or facts.arch} ({', '.join([facts.arch, *sorted(facts.features)])})")
     probed = _table("Devices", "kind", "found", "what was probed")
-    for p in device.probe():
-        mark = "  ← chosen" if p.kind is device.DEVICE else ""
-        probed.add_row(p.kind.value, str(p.count), escape(p.reason) + mark)
+    for p in dispatch.probe():
+        mark = "  ← chosen" if p.device is dispatch.CHOSEN else ""
+        probed.add_row(p.device.name, str(p.count), escape(p.reason) + mark)
     _out.print(probed)
     rows = _table("Kernels", "op", "row", "from", "not chosen, and why")
     for op, selection in chosen.items():
@@ -104,14 +103,14 @@ def check(
         _check_targets(",".join(targets).split(","), every, jobs, as_json)
         return
     with _one_line_errors():
-        target = device.resolve(_kind_or_device(device_name))
+        of, target = dispatch.resolve(device_name)
     outcomes = []
     with _progress() as bars:
         for outcome in bars.track(
             conformance.check_device(target), total=len(conformance.rows(target)), description="checking"
         ):
             outcomes.append(outcome)
-    _report(outcomes, str(target), {"device": device.kind_of(target).value, "versions": _versions()}, as_json)
+    _report(outcomes, str(target), {"device": of.name, "versions": _versions()}, as_json)
 
 
 def _check_targets(names: list[str], every: int, jobs: int | None, as_json: bool) -> None:
@@ -303,7 +302,7 @@ def run(
     """Generate greedily through a pool and through the model's own cache, and compare what comes out."""
     _require_transformers()
     with _one_line_errors():
-        target = device.resolve(_kind_or_device(device_name))
+        of, target = dispatch.resolve(device_name)
         prompts = prompt or compare.PROMPTS
         if model is None:
             names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
@@ -319,7 +318,7 @@ def run(
     if as_json:
         _print_json(
             {
-                "device": device.kind_of(target).value,
+                "device": of.name,
                 "versions": _versions(),
                 "models": [_finite(dataclasses.asdict(result)) for result in results],
                 "kernels": kernels,
@@ -370,11 +369,6 @@ def _checkpoint_layers(directory: Path) -> list[LayerSpec]:
 
     config: Any = AutoConfig  # its methods have no types
     return layers_from_config(config.from_pretrained(directory))
-
-
-def _kind_or_device(name: str | None) -> device.DeviceKind | str | None:
-    """A kind where `name` is one ("hip" is no torch device), else `name` for torch to judge."""
-    return device.DeviceKind(name) if name in [kind.value for kind in device.DeviceKind] else name
 
 
 def _progress() -> Progress:

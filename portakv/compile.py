@@ -7,7 +7,6 @@ Triton is imported when it is needed, not with this module.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
 import time
@@ -17,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portakv.device import DeviceKind
+from portakv import dispatch
+from portakv.device import Gpu
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Layout, Variant, list_variants
 from portakv.groups import plan_groups
-from portakv.inspection import read_code, slot_offsets
+from portakv.inspection import slot_offsets
+from portakv.kernels import load
 from portakv.layers import LayerSpec, check_positive
 
 if TYPE_CHECKING:
     from portakv.pool import HybridKVPool
 
-TARGETS = (
-    *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
-    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
-    *("pvc", "bmg"),
-)
-"""What CI compiles for. Any other sm_NN or gfxNNN that the installed Triton knows is taken too."""
+TARGETS = tuple(name for device in dispatch.DEVICES if device.gpu for name in device.gpu.targets)
+"""What CI compiles for. Any other that a device knows and the installed Triton compiles for is taken too."""
 
 FORMATS = (
     KVFormat(6, 192, 128, torch.float8_e4m3fnuz, page_size=16),
@@ -46,30 +43,6 @@ every float is decoded by the stores and encoded by the gathers of an fp8 pool. 
 its kinds."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, *FP8_DIALECTS)}
-
-_INTEL = {
-    "platform_name": "Intel(R) oneAPI Unified Runtime over Level-Zero",
-    "vendor": "Intel(R) Corporation",
-    "version": "",
-    "max_work_group_size": 1024,
-    "max_num_sub_groups": 64,
-    "sub_group_sizes": [16, 32],
-    "has_fp64": True,
-    "has_subgroup_matrix_multiply_accumulate": True,
-    "has_subgroup_matrix_multiply_accumulate_tensor_float32": True,
-    "has_subgroup_2d_block_io": True,
-    "has_bfloat16_conversions": True,
-}
-# `architecture` is SYCL's number of a GPU: its IP version, 12.60.7 and 20.1.4, from bit 8 up.
-_INTEL_GPUS = {
-    "pvc": {
-        "name": "Data Center GPU Max 1550",
-        "architecture": 0x30F000700,
-        "gpu_eu_count": 448,
-        "gpu_subslice_count": 56,
-    },
-    "bmg": {"name": "Arc B580", "architecture": 0x500400400, "gpu_eu_count": 160, "gpu_subslice_count": 20},
-}
 
 
 def warmup(pool: HybridKVPool) -> None:
@@ -98,30 +71,35 @@ def triton_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A GPU to compile for: `arch` is what Triton's `GPUTarget` of this kind takes, `lanes` those of a warp or wave."""
+    """A GPU to compile for: `arch` is what a `GPUTarget` of Triton takes, `lanes` those of a warp or wave."""
 
     name: str
-    kind: DeviceKind
+    gpu: Gpu
     arch: int | str | dict[str, Any]
     lanes: int
 
     @classmethod
     def parse(cls, name: str) -> Target:
-        """From "sm_90", "gfx942", "pvc" or "bmg"; raises `ValueError` for any other form."""
-        if name in _INTEL_GPUS:
-            return cls(name, DeviceKind.XPU, _INTEL | _INTEL_GPUS[name], 32)
-        if re.fullmatch(r"sm_\d{2,3}", name):
-            return cls(name, DeviceKind.CUDA, int(name.removeprefix("sm_")), 32)
-        if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
-            cdna = name.startswith("gfx9")
-            return cls(name, DeviceKind.HIP, name, 64 if cdna else 32)
-        raise ValueError(f"target: expected sm_NN, gfxNNN or one of {list(_INTEL_GPUS)}, got {name!r}")
+        """From "sm_90", "gfx942", "pvc" or another name that a device's `Gpu.parse` knows, else a `ValueError`."""
+        for device in dispatch.DEVICES:
+            if device.gpu is not None and (found := device.gpu.parse(name)):
+                return cls(name, device.gpu, *found)
+        raise ValueError(f"target: expected one of {list(TARGETS)} or another of their kinds, got {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Target.parse, (self.name,)
 
     def triton(self) -> Any:
         """As Triton's own `GPUTarget`."""
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget(self.kind.value, self.arch, self.lanes)
+        return GPUTarget(self.gpu.backend, self.arch, self.lanes)
+
+    def launcher(self) -> Any:
+        """The device's `kernels._triton.launch.Launcher`. Imports Triton."""
+        from portakv.kernels import _triton
+
+        return _triton.launcher(self.gpu)
 
     def unavailable(self) -> str | None:
         """Why the installed Triton cannot compile for it, or `None`."""
@@ -135,7 +113,7 @@ class Target:
 
         if any(backend.compiler.supports_target(self.triton()) for backend in backends.values()):
             return None
-        return f"triton {version} has no backend for {self.kind.value}, only {sorted(backends)}"
+        return f"triton {version} has no backend for {self.gpu.backend}, only {sorted(backends)}"
 
 
 FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE][:LAYOUT]"
@@ -254,11 +232,11 @@ def _compile_jobs(jobs: Sequence[tuple[Variant, Target]], processes: int) -> Ite
 def compile_variant(variant: Variant, target: Target) -> Report:
     """Compile and inspect one variant; a compiler's error is a problem of the report."""
     start = time.perf_counter()
-    launcher = importlib.import_module(f"portakv.kernels.{target.kind.value}").LAUNCHER
+    launcher = target.launcher()
     names = (variant.op, variant_name(variant), target.name)
     try:
         compiled = launcher.compile(variant, target.triton())
-        code = read_code(target.kind, compiled)
+        code = load(target.gpu.code)(compiled)
     except Exception as e:
         return Report(*names, (f"{type(e).__name__}: {' '.join(str(e).split())}",), seconds=time.perf_counter() - start)
     count, problems = slot_offsets(compiled.asm["ttir"], launcher.source(variant, target.lanes).fn.arg_names)

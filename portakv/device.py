@@ -1,4 +1,4 @@
-"""Which devices there are and what they can do: the only file that knows "cuda" may mean HIP.
+"""What a device is: a value of class `Device` in `portakv.kernels.<device>.device`, and how it is probed.
 
 Nothing here creates a device context at import: device counts come from the driver's management library
 (NVML, amdsmi) where it answers, so a process may still fork after `import portakv`.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import functools
 import importlib.metadata
-import importlib.util
 import mmap
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,45 +27,163 @@ T = TypeVar("T")
 
 
 class DeviceKind(enum.Enum):
-    """A column of the dispatch table."""
+    """The names of the devices that portakv brings, for callers: each takes a member, a name or a `Device`."""
 
     CUDA = "cuda"
     HIP = "hip"
     XPU = "xpu"
     CPU = "cpu"
-    OTHER = "other"  # any other torch device (NPU, MUSA, MPS, meta): reference rows only
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What was found of one kind: how many devices, or why none."""
-
-    kind: DeviceKind
-    count: int
-    reason: str
+    OTHER = "other"  # any other torch device (NPU, MUSA, MPS, meta), and those that join from outside
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A library that rows can require. `version` is None when it is missing; `problem` says why it cannot serve."""
+    """A library that rows can require.
+
+    `version` is None when it is missing or does not tell; `problem` says why it cannot serve.
+    """
 
     version: str | None = None
     problem: str | None = None
-    backends: tuple[str, ...] = ()
 
-    def why_not(self, name: str, oldest: str, backend: str | None) -> str | None:
-        """Why it cannot serve as package `name` of version `oldest` ("" for any) with `backend`, or None."""
+    def why_not(self, name: str, oldest: str) -> str | None:
+        """Why it cannot serve as package `name` of version `oldest` ("" for any), or None. Unknown is not old."""
         if self.problem is not None:
             return self.problem
-        if oldest and _version(self.version or "") < _version(oldest):
+        if (own := _version(self.version or "")) and own < _version(oldest):
             return f"{name} {self.version} is older than {oldest}"
-        if backend is not None and backend not in self.backends:
-            return f"{name} {self.version} has no {backend} backend, only {list(self.backends)}"
         return None
 
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel of each op on a device: its name, where it is, what it needs, and where it comes from.
+
+    `target` is "module:{op}"; a function is named after its op on every device. `ops` are those that it has (None:
+    all), `layouts` the names of those that it stores. `package` is a key of `Device.packages` with its oldest version
+    that serves. `refuses` says what else it cannot store: it is given the format and the slots of one layer's cache. A
+    row that `checks` refuses bad arguments itself, before it writes. `proof` is how its bytes were shown to be right.
+    """
+
+    name: str
+    target: str
+    origin: str
+    package: str | None = None
+    ops: tuple[str, ...] | None = None
+    layouts: tuple[str, ...] = ("rows", "mla", "flashmla", "flashmla_v32")
+    checks: bool = False
+    refuses: Callable[[Any, int], str | None] | None = None
+    proof: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gpu:
+    """What Triton needs to compile for GPUs of one device.
+
+    `backend` is its `GPUTarget`'s, `targets` the names of GPUs that CI compiles for. `parse` makes an arch, as a
+    `GPUTarget` takes it, and the lanes of a warp from the name of any GPU of this device, None from other names.
+    `tiles` are a program's (heads, bytes of a head, warps) by lanes, for ever longer rows. `code` names the reader of
+    the compiled code and `executor` what executes it, as "module:function" and (module, name of the code).
+    """
+
+    backend: str
+    targets: tuple[str, ...]
+    parse: Callable[[str], tuple[int | str | dict[str, Any], int] | None]
+    tiles: Mapping[int, tuple[tuple[int, int, int], ...]]
+    code: str
+    executor: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class Device:
+    """One kind of device, as data. Nothing else knows it by name.
+
+    Attributes:
+        name: what `device=`, `PORTAKV_DEVICE` and `--device` call it.
+        torch_type: the `torch.device.type` of its tensors; of several devices with one type torch is built for one.
+        rows: its kernels in order of preference, without the reference.
+        built: what torch was built with for it, such as "CUDA 12.8"; None if it was not.
+        count: how many devices there are; must create no context.
+        describe: arch ("sm_90", "gfx942"), name and features ("amx", "avx512") of a torch device; may create a context.
+        packages: finds each library that `rows` require.
+        fp8: the e4m3 dialect that the matrix units of an arch read.
+        packed: of features, the names of packed layouts in the order in which `layout="auto"` tries them.
+        pinned: whether it copies from pinned host memory without waiting.
+        graph: the class of its graphs in torch's module for it.
+        gpu: what Triton needs to compile for it.
+
+    Example:
+        >>> Device(name="toy", torch_type="cpu", count=lambda: 1)
+        Device('toy')
+    """
+
+    name: str
+    torch_type: str
+    rows: tuple[Row, ...] = ()
+    built: Callable[[], str | None] = lambda: "any"
+    count: Callable[[], int]
+    describe: Callable[[torch.device], tuple[str, str, frozenset[str]]] = lambda at: (at.type, at.type, frozenset())
+    packages: Mapping[str, Callable[[], Package]] = field(default_factory=dict)
+    fp8: Callable[[str], torch.dtype] = lambda arch: torch.float8_e4m3fn
+    packed: Callable[[frozenset[str]], tuple[str, ...]] = lambda features: ()
+    pinned: bool = False
+    graph: str | None = None
+    gpu: Gpu | None = None
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Its member of `DeviceKind`; OTHER for one that joined from outside."""
+        return next((kind for kind in DeviceKind if kind.value == self.name), DeviceKind.OTHER)
+
+    def probe(self) -> Probe:
+        """What is found of it here. Never raises."""
+        built = self.built()
+        if built is None:
+            return Probe(self, 0, f"this torch ({torch.__version__}) was not built for it")
+        try:
+            n = self.count()
+        except Exception as e:  # a broken driver must not break the import of a CPU user
+            return Probe(self, 0, f"torch was built for {built}, but counting its devices failed: {e}")
+        return Probe(
+            self,
+            n,
+            f"built for {built}; {n} visible" if n else f"torch was built for {built}, but sees no device",
+        )
+
+    def require(self) -> None:
+        """Raise `DeviceUnavailable` if there is none."""
+        found = self.probe()
+        if not found.count:
+            raise DeviceUnavailable(f"{self.name}: {found.reason}")
+
+    def facts(self, at: torch.device) -> DeviceFacts:
+        """What the torch device `at` can do. May create a context: call it when a pool is built."""
+        arch, name, features = self.describe(at)
+        return DeviceFacts(self, arch, name, features, {package: find() for package, find in self.packages.items()})
+
+    def upload(self, host: torch.Tensor, at: torch.device) -> torch.Tensor:
+        """Copy a CPU tensor to `at` in its stream's order, without waiting where the device reads pinned memory."""
+        if self.pinned:
+            # Pinned memory of our own: who has pinned `host` already may write to it before the copy has run.
+            pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
+            return pinned.to(at, non_blocking=True)
+        return host.to(at)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found of a device: how many, or why none."""
+
+    device: Device
+    count: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,216 +194,60 @@ class DeviceFacts:
     sets ("amx", "avx512", "avx2"); `packages` what is installed.
     """
 
-    kind: DeviceKind
+    device: Device
     arch: str = ""
     name: str = ""
     features: frozenset[str] = frozenset()
     packages: dict[str, Package] = field(default_factory=dict, hash=False)
 
-
-_HUGE_PAGE = 2 << 20
-
-_TORCH_TYPE = {DeviceKind.CUDA: "cuda", DeviceKind.HIP: "cuda", DeviceKind.XPU: "xpu", DeviceKind.CPU: "cpu"}
-
-
-def kind_of(device: torch.device) -> DeviceKind:
-    """The table column that serves tensors on `device`."""
-    if device.type == "cuda":
-        return DeviceKind.HIP if torch.version.hip else DeviceKind.CUDA
-    return {"xpu": DeviceKind.XPU, "cpu": DeviceKind.CPU}.get(device.type, DeviceKind.OTHER)
+    @property
+    def fp8_dialect(self) -> torch.dtype:
+        """The e4m3 dialect that the device's own matrix units read."""
+        return self.device.fp8(self.arch)
 
 
-@functools.cache
-def probe() -> tuple[Probe, ...]:
-    """Every kind in order of preference, CPU last. Never raises."""
-    hip, cuda = torch.version.hip, torch.version.cuda
-    return (
-        _count(DeviceKind.CUDA, f"CUDA {cuda}" if cuda else None, _cuda_count),
-        _count(DeviceKind.HIP, f"ROCm {hip}" if hip else None, _cuda_count),
-        _count(DeviceKind.XPU, "XPU" if _built_for_xpu() else None, lambda: torch.xpu.device_count()),
-        Probe(DeviceKind.CPU, 1, f"{platform.machine()}, {torch.get_num_threads()} threads"),
-    )
-
-
-def _count(kind: DeviceKind, built: str | None, count: Callable[[], int]) -> Probe:
-    if built is None:
-        return Probe(kind, 0, f"this torch ({torch.__version__}) was not built for it")
-    try:
-        n = count()
-    except Exception as e:  # a broken driver must not break the import of a CPU user
-        return Probe(kind, 0, f"torch was built for {built}, but counting its devices failed: {e}")
-    return Probe(
-        kind,
-        n,
-        f"built for {built}; {n} visible" if n else f"torch was built for {built}, but sees no device",
-    )
-
-
-def _cuda_count() -> int:
-    # torch counts through NVML or amdsmi first, which create no context.
-    return torch.cuda.device_count()
-
-
-def _built_for_xpu() -> bool:
-    return bool(getattr(getattr(torch, "xpu", None), "_is_compiled", lambda: False)())
-
-
-def choose(requested: str | None) -> DeviceKind:
-    """The kind to use: `requested` if given, else the first that has a device.
-
-    Raises `ValueError` for a name that is no kind, `DeviceUnavailable` for one that is not there.
-    """
-    probes = {p.kind: p for p in probe()}
-    if requested is None:
-        return next(kind for kind, p in probes.items() if p.count)
-    names = [kind.value for kind in probes]
-    if requested not in names:
-        raise ValueError(f"PORTAKV_DEVICE: expected one of {names}, got {requested!r}")
-    kind = DeviceKind(requested)
-    if not probes[kind].count:
-        raise DeviceUnavailable(f"{requested}: {probes[kind].reason}")
-    return kind
-
-
-DEVICE = choose(os.environ.get("PORTAKV_DEVICE"))
-
-
-def resolve(device: torch.device | str | DeviceKind | None) -> torch.device:
-    """A torch device, with an index where its kind has one, from what a user may pass; `None` is `DEVICE`.
-
-    Raises `ValueError` for an unknown device and `DeviceUnavailable` for one that is not there.
-    """
-    if device is None:
-        device = DEVICE
-    if isinstance(device, DeviceKind):
-        if device not in _TORCH_TYPE:
-            raise ValueError(f"device: expected a kind with a torch device of its own, got {device}")
-        choose(device.value)
-        device = _TORCH_TYPE[device]
-    try:
-        wanted = torch.device(device)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(f"device: expected a torch device or a DeviceKind, got {device!r} ({e})") from None
-    kind = kind_of(wanted)
-    if kind in (DeviceKind.CPU, DeviceKind.OTHER):
-        return torch.device("cpu") if kind is DeviceKind.CPU else wanted
-    found = next(p for p in probe() if p.kind is kind)
-    if (wanted.index or 0) >= found.count:
-        raise DeviceUnavailable(f"{wanted}: {found.reason}")
-    if wanted.index is not None:
-        return wanted
-    return torch.device(wanted.type, torch.get_device_module(wanted).current_device())
-
-
-def facts(device: torch.device) -> DeviceFacts:
-    """What `device` can do. Reads its capabilities, so it may create a context: call it when a pool is built."""
-    kind = kind_of(device)
-    if kind in (DeviceKind.CUDA, DeviceKind.HIP):
-        props = torch.cuda.get_device_properties(device)
-        arch = f"sm_{props.major}{props.minor}" if kind is DeviceKind.CUDA else props.gcnArchName.split(":")[0]
-        return DeviceFacts(kind, arch, props.name, packages=_packages(kind))
-    if kind is DeviceKind.XPU:
-        name = torch.xpu.get_device_properties(device).name
-        return DeviceFacts(kind, name, name, packages=_packages(kind))
-    if kind is DeviceKind.CPU:
-        return DeviceFacts(kind, platform.machine(), _cpu_name(), _cpu_features(), _packages(kind))
-    return DeviceFacts(kind, device.type, device.type)
-
-
-def fp8_dialect(facts: DeviceFacts) -> torch.dtype:
-    """The e4m3 dialect that the device's own matrix units read: fnuz on CDNA 3, the OCP form elsewhere."""
-    return torch.float8_e4m3fnuz if facts.arch in ("gfx940", "gfx941", "gfx942") else torch.float8_e4m3fn
-
-
-@functools.cache
-def _packages(kind: DeviceKind) -> dict[str, Package]:
-    if kind is DeviceKind.CPU:
-        return {"native": _native()}
-    found = {"triton": _triton(kind)}
-    if kind is DeviceKind.XPU:
-        found["ipex"] = _ipex()
-    return found
-
-
-def _distribution(*names: str) -> Package:
+def find_distribution(*names: str) -> Package:
+    """The first of `names` that is installed."""
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return Package(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return Package(problem="not installed")
 
 
-_VENDOR_TRITON = {
-    DeviceKind.HIP: ("triton-rocm", "pytorch-triton-rocm"),
-    DeviceKind.XPU: ("triton-xpu", "pytorch-triton-xpu"),
-}
-"""Distributions that the vendors' builds of torch bring; all of them, and the stock one, install one `triton/`."""
+def find_triton(backend: str) -> Package:
+    """The Triton of this process, whatever its distribution is called, and why it cannot serve `backend`.
 
-
-def _triton(kind: DeviceKind) -> Package:
-    """Triton's version and the backends in its folder, and why it cannot serve `kind`. Calls Triton's driver."""
+    Imports it, and asks its drivers: the active one, or, where that is another vendor's or none, the backend's own.
+    """
     try:
-        spec = importlib.util.find_spec("triton")
-    except ImportError:  # a finder that blocks it
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        return Package(problem="not installed")
-    folder = Path(next(iter(spec.submodule_search_locations))) / "backends"
-    backends = tuple(sorted(p.parent.name for p in folder.glob("*/compiler.py")))
-    stock, vendor = _distribution("triton").version, _distribution(*_VENDOR_TRITON.get(kind, ())).version
-    if kind is DeviceKind.XPU and stock is not None:
-        lies = f"over Intel's {vendor}" if vendor else "where Intel's should be"
-        problem = f"the stock {stock} lies {lies}: uninstall triton, then reinstall triton-xpu from PyTorch's XPU index"
-        return Package(stock, problem, backends)
-    return Package(vendor or stock, _triton_problem(kind), backends)
-
-
-def _triton_problem(kind: DeviceKind) -> str | None:
-    """Why Triton has no active driver for devices of `kind`: no C compiler, no such backend, another one before it."""
+        import triton
+    except ModuleNotFoundError as e:
+        return Package(problem="not installed" if e.name == "triton" else f"not usable: {e}")
+    except Exception as e:  # whatever its import may meet is a reason to pass it over, and is told
+        return Package(problem=f"not usable: {type(e).__name__}: {e}")
+    version = getattr(triton, "__version__", None)
+    version = version if isinstance(version, str) else None
     try:
-        from triton.runtime import driver
-
-        backend = driver.active.get_current_target().backend
-    except Exception as e:  # whatever a driver's set-up may meet is a reason to pass over Triton, and is told
-        return f"no active driver for {kind.value}: {type(e).__name__}: {e}"
-    return None if backend == kind.value else f"its active driver is for {backend}, not {kind.value}"
+        return Package(version, _triton_problem(f"triton {version}", backend))
+    except Exception as e:
+        return Package(version, f"no active driver for {backend}: {type(e).__name__}: {e}")
 
 
-def _ipex() -> Package:
-    """Intel's extension, which ends the process when imported beside a torch of another minor version."""
-    found = _distribution("intel_extension_for_pytorch")
-    if found.version is None:
-        return found
-    if "xpu" not in found.version:
-        return Package(found.version, f"{found.version} is not a build for XPU")
-    torch_minor, own_minor = (v.split(".")[:2] for v in (torch.__version__, found.version))
-    if torch_minor != own_minor:
-        return Package(found.version, f"{found.version} needs torch {'.'.join(own_minor)}, not {torch.__version__}")
-    return found
+def _triton_problem(name: str, backend: str) -> str | None:
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    able = [x for x in backends.values() if x.compiler.supports_target(GPUTarget(backend, 0, 32))]
+    if not able:
+        return f"{name} has no backend for {backend}, only {sorted(backends)}"
+    if any(x.driver.is_active() for x in able):
+        return None
+    active = driver.active.get_current_target().backend  # raises where there is none
+    return None if active == backend else f"its active driver is for {active}, not {backend}"
 
 
-def _native() -> Package:
-    from portakv.kernels import cpu_amx
-
-    return Package(problem=cpu_amx.build_problem())
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _cpu_features() -> frozenset[str]:
-    """Instruction sets that matter to a store, as torch reports them."""
-    level = torch.backends.cpu.get_cpu_capability()
-    found = {"AVX512": {"avx512", "avx2"}, "AVX2": {"avx2"}}.get(level, set())
-    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
-        found = found | {"amx"}
-    return frozenset(found)
+_HUGE_PAGE = 2 << 20
 
 
 def shares_host_memory(device: torch.device) -> bool:
@@ -366,15 +324,6 @@ def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
         memory.madvise(getattr(mmap, advice))
     # Touched now, not by the first stores.
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
-def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to `device` in its stream's order, without waiting where the device reads pinned memory."""
-    if device.type in ("cuda", "xpu"):
-        # Pinned memory of our own: who has pinned `host` already may write to it before the copy has run.
-        pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
-        return pinned.to(device, non_blocking=True)
-    return host.to(device)
 
 
 def is_capturing(device: torch.device) -> bool:

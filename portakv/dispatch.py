@@ -1,25 +1,165 @@
-"""The pure choice among the rows of `portakv.table`, and what explains it."""
+"""Which devices there are, which rows each has, and the pure choice among them, with what explains it."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from portakv import kernels as implementations
 from portakv.arguments import require_bool, require_plain
-from portakv.device import DEVICE, DeviceFacts, DeviceKind, Package, facts, probe, resolve
-from portakv.errors import NoKernel
-from portakv.formats import KVFormat
-from portakv.table import HOST_TABLE, TABLE, Row
+from portakv.device import Device, DeviceFacts, DeviceKind, Package, Probe, Row
+from portakv.errors import DeviceUnavailable, NoKernel
+from portakv.formats import SLOT_OPS, KVFormat, Layout
+from portakv.kernels.cpu_amx.device import CPU
+from portakv.kernels.cuda.device import CUDA
+from portakv.kernels.hip.device import HIP
+from portakv.kernels.reference.device import OTHER
+from portakv.kernels.xpu.device import XPU
 
 _warn_once = functools.cache(logging.getLogger("portakv").warning)
+
+DEVICES: tuple[Device, ...] = (CUDA, HIP, XPU, CPU)
+"""Every device with kernels of its own, in the order in which one is chosen at import."""
+
+OPS: dict[str, tuple[Layout, ...]] = {
+    **dict.fromkeys(SLOT_OPS, ()),
+    **dict.fromkeys(("store_kv", "gather_kv", "move_kv", "store_kv_rope"), (Layout.ROWS, Layout.MLA)),
+    **dict.fromkeys(
+        ("store_kv_flashmla", "store_kv_rope_flashmla", "gather_kv_flashmla"), (Layout.FLASHMLA, Layout.FLASHMLA_V32)
+    ),
+    **dict.fromkeys(("store_kv_packed", "gather_kv_packed", "move_kv_packed"), (Layout.CPU_AMX, Layout.CPU_VEC)),
+}
+"""Every op, and the layouts that it is of; those of slots are of none."""
+
+HOST_OPS = ("measure_read",)
+"""What launches nothing and answers a caller: it runs on the host for pools of every device."""
+
+ENTRY_POINTS = "portakv.devices"
+"""The group in which a package outside the tree names its `Device`."""
+
+
+@functools.cache
+def rows(op: str, device: Device) -> tuple[Row, ...]:
+    """The kernels of `op` on `device` in order of preference: its own, then the reference."""
+    layouts = [layout.value for layout in OPS.get(op, ())]
+    of = CPU if op in HOST_OPS else device
+    own = (
+        row
+        for row in of.rows
+        if (row.ops is None or op in row.ops) and (not layouts or any(layout in row.layouts for layout in layouts))
+    )
+    reference = Row(
+        "reference", "portakv.kernels.reference.rows:{op}", "portakv, in torch ops", proof="executed on a CPU"
+    )
+    if "flashmla" in layouts:
+        reference = replace(reference, target="portakv.kernels.reference.flashmla:{op}")
+    if "cpu_vec" in layouts:
+        reference = replace(reference, target="portakv.kernels.reference.packed:{op}", layouts=(*layouts,))
+    return *own, reference
+
+
+def device_of(at: torch.device) -> Device:
+    """The device of a torch device: of those with its type the one that torch was built for, else the first."""
+    of_type = [device for device in DEVICES if device.torch_type == at.type]
+    return next((device for device in of_type if device.built()), of_type[0] if of_type else OTHER)
+
+
+def find_device(name: str) -> Device | None:
+    """A device by its name, from `DEVICES` or from outside the tree, or None.
+
+    Raises `DeviceUnavailable` for an entry point that brings no `Device` of that name.
+    """
+    for device in DEVICES:
+        if device.name == name:
+            return device
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            joined = point.load()
+        except Exception as e:  # somebody else's code
+            raise DeviceUnavailable(f"{name}: {point.value} failed: {type(e).__name__}: {e}") from e
+        if not isinstance(joined, Device) or joined.name != name:
+            raise DeviceUnavailable(f"{name}: expected {point.value} to be a Device of that name, got {joined!r}")
+        return joined
+    return None
+
+
+@functools.cache
+def probe() -> tuple[Probe, ...]:
+    """What was found of each of `DEVICES`. Never raises."""
+    return tuple(device.probe() for device in DEVICES)
+
+
+def choose(requested: str | None) -> Device:
+    """The device to use: `requested` if given, else the first that is there.
+
+    Raises `ValueError` for a name that is no device's, `DeviceUnavailable` for one that is not there.
+    """
+    if requested is None:
+        return next(found.device for found in probe() if found.count)
+    device = find_device(requested)
+    if device is None:
+        names = [known.name for known in DEVICES]
+        raise ValueError(f"PORTAKV_DEVICE: expected one of {names}, got {requested!r}")
+    device.require()
+    return device
+
+
+CHOSEN = choose(os.environ.get("PORTAKV_DEVICE"))
+DEVICE = CHOSEN.kind
+
+AnyDevice = torch.device | str | DeviceKind | Device | None
+"""What a user may pass as a device: None is the one that was chosen at import."""
+
+
+def resolve(device: AnyDevice = None) -> tuple[Device, torch.device]:
+    """A device, and the torch device, with an index where its type has one, that a pool on it lives on.
+
+    The name of a torch device is one ("cuda" is an AMD GPU where torch was built for those). Raises `ValueError` for an
+    unknown device and `DeviceUnavailable` for one that is not there.
+    """
+    of: Device | None = None
+    wanted: Any = CHOSEN if device is None else device
+    if isinstance(wanted, DeviceKind):
+        wanted = find_device(wanted.value)
+    elif isinstance(wanted, str):
+        name, colon, index = wanted.partition(":")
+        if name not in {known.torch_type for known in DEVICES} and (of := find_device(name)) is not None:
+            wanted = f"{of.torch_type}{colon}{index}"
+    if isinstance(wanted, Device):
+        of, wanted = wanted, wanted.torch_type
+    try:
+        at = torch.device(wanted)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        names = [known.name for known in DEVICES]
+        raise ValueError(f"device: expected a torch device, a Device or one of {names}, got {device!r}") from None
+    of = of or device_of(at)
+    return of, _placed(of, at)
+
+
+def _placed(device: Device, at: torch.device) -> torch.device:
+    """`at` with an index where its type has one. Raises `DeviceUnavailable` if it is not there."""
+    if device is OTHER:
+        return at
+    found = device.probe()
+    if (at.index or 0) >= found.count:
+        raise DeviceUnavailable(f"{at if at.type == device.name else device.name}: {found.reason}")
+    if at.type == "cpu" or at.index is not None:
+        return torch.device("cpu") if at.type == "cpu" else at
+    return torch.device(at.type, torch.get_device_module(at).current_device())
+
+
+def facts(device: AnyDevice = None) -> DeviceFacts:
+    """What a device can do. May create a context."""
+    of, at = resolve(device)
+    return of.facts(at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +175,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The chosen row, and every other row of the column with the reason why not."""
+    """The chosen row, and every other row of the device with all the reasons why not."""
 
     row: Row
     rejected: tuple[tuple[Row, str], ...]
@@ -45,43 +185,35 @@ class Selection:
 def select(op: str, found: DeviceFacts, request: Request = Request()) -> Selection:
     """Choose the first row that can serve; pure, so it answers for any device on any machine.
 
-    Raises `NoKernel` with each candidate's reason.
+    Raises `NoKernel` with each candidate's reasons.
     """
     chosen, rejected = None, []
-    for row in (TABLE | HOST_TABLE)[op][found.kind]:
-        if reason := _why_not(row, found, request) or (chosen and f"{chosen.name} comes first"):
-            rejected.append((row, reason))
-        else:
+    for row in rows(op, found.device):
+        if reasons := list(_reasons_against(row, found, request)):
+            rejected.append((row, "; ".join(reasons)))
+        elif chosen is None:
             chosen = row
+        else:
+            rejected.append((row, f"{chosen.name} comes first"))
     if chosen is None:
-        raise NoKernel(op, f"{found.kind.value} {found.arch}".strip(), [(r.name, why) for r, why in rejected])
+        raise NoKernel(op, f"{found.device.name} {found.arch}".strip(), [(r.name, why) for r, why in rejected])
     return Selection(chosen, tuple(rejected), automatic=request.wanted is None)
 
 
-def _why_not(row: Row, found: DeviceFacts, request: Request) -> str | None:
+def _reasons_against(row: Row, found: DeviceFacts, request: Request) -> Iterator[str]:
     if request.wanted is not None and row.name != request.wanted:
-        return f"{request.wanted!r} was requested"
+        yield f"{request.wanted!r} was requested"
     if request.strict and request.wanted is None and row.name == "reference":
-        return "strict: an automatic choice may not end at the reference"
-    if request.fmt is not None and (reason := _cannot_store(row, request.fmt, request.num_rows)):
-        return reason
-    if row.package is None:
-        return None
-    name, _, oldest = row.package.partition(">=")
-    return found.packages.get(name, Package(problem="not installed")).why_not(name, oldest, row.backend)
-
-
-def _cannot_store(row: Row, fmt: KVFormat, num_rows: int) -> str | None:
-    if fmt.layout not in row.layouts:
-        return f"cannot store layout {fmt.layout.value!r}"
-    if row.dtypes is not None and fmt.dtype not in row.dtypes:
-        return f"cannot store {fmt.dtype}"
-    if row.equal_dims and fmt.head_dim != fmt.v_head_dim:
-        return f"needs one head dim of K and V, not {fmt.head_dim} and {fmt.v_head_dim}"
-    elements = num_rows * fmt.num_kv_heads * max(fmt.head_dim, fmt.v_head_dim)
-    if row.max_elements is not None and elements > row.max_elements:
-        return f"addresses {row.max_elements} elements of a cache, not {elements}"
-    return None
+        yield "strict: an automatic choice may not end at the reference"
+    if (fmt := request.fmt) is not None:
+        if fmt.layout.value not in row.layouts:
+            yield f"cannot store layout {fmt.layout.value!r}"
+        if row.refuses is not None and (reason := row.refuses(fmt, request.num_rows)):
+            yield reason
+    if row.package is not None:
+        name, _, oldest = row.package.partition(">=")
+        if reason := found.packages.get(name, Package(problem="not installed")).why_not(name, oldest):
+            yield reason
 
 
 def parse_kernels(text: str) -> dict[str, str]:
@@ -96,28 +228,29 @@ def select_all(
     formats: Mapping[str, KVFormat | None] | None = None,
     num_rows: int = 0,
 ) -> dict[str, Selection]:
-    """A selection for each op of `formats`, or of the table; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
+    """A selection for each op of `formats`, or of all; `kernels` (op -> row name) goes before `PORTAKV_KERNELS`.
 
-    Raises `ValueError` for an op or a row that the table does not have.
+    Raises `ValueError` for an op or a row that there is not.
     """
     if kernels is not None and not isinstance(kernels, Mapping):
         raise TypeError(f"kernels: expected a mapping of op to row, got {kernels!r}")
     require_bool("strict", strict)
     wanted = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")) | dict(kernels or {})
-    every = TABLE | HOST_TABLE
+    every = (*OPS, *HOST_OPS)
     for op, name in wanted.items():
         if op not in every:
             raise ValueError(f"kernels: expected an op of {list(every)}, got {op!r}")
-        names = sorted({row.name for rows in every[op].values() for row in rows})
+        names = sorted({row.name for device in (*DEVICES, found.device) for row in rows(op, device)})
         if not isinstance(name, str) or name not in names:
             raise ValueError(f"kernels: expected a row of {op} among {names}, got {name!r}")
-    asked = dict.fromkeys(TABLE) if formats is None else formats
+    asked = dict.fromkeys(OPS) if formats is None else formats
     return {op: select(op, found, Request(fmt, wanted.get(op), strict, num_rows)) for op, fmt in asked.items()}
 
 
 def select_host() -> dict[str, Selection]:
-    """A selection for each op of `HOST_TABLE`: the same for pools of every device."""
-    return select_all(facts(resolve(DeviceKind.CPU)), formats=dict.fromkeys(HOST_TABLE))
+    """A selection for each of `HOST_OPS`: the same for pools of every device."""
+    wanted, found = parse_kernels(os.environ.get("PORTAKV_KERNELS", "")), CPU.facts(torch.device("cpu"))
+    return {op: select(op, found, Request(wanted=wanted.get(op))) for op in HOST_OPS}
 
 
 def load(op: str, selection: Selection) -> Callable[..., None]:
@@ -153,11 +286,11 @@ def _of_plain_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def explain(device: torch.device | str | DeviceKind | None = None) -> str:
+def explain(device: AnyDevice = None) -> str:
     """What was probed, which row serves each op on `device` (default: `DEVICE`), and why every other one does not."""
-    found = facts(resolve(device))
-    lines = [f"{DEVICE.value} was chosen at import", *(f"  {p.kind.value}: {p.reason}" for p in probe())]
-    lines.append(f"kernels on {found.kind.value} {found.arch} {found.name} {sorted(found.features)}")
+    found = facts(device)
+    lines = [f"{CHOSEN.name} was chosen at import", *(f"  {p.device.name}: {p.reason}" for p in probe())]
+    lines.append(f"kernels on {found.device.name} {found.arch} {found.name} {sorted(found.features)}")
     for op, selection in (select_all(found) | select_host()).items():
         lines.append(f"  {op}: {selection.row.name} ({selection.row.origin}; {selection.row.proof})")
         lines += [f"    not {row.name}: {why}" for row, why in selection.rejected]

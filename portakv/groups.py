@@ -239,6 +239,7 @@ def allocate_slots(
     swa_size: int | None,
     page_size: int,
     window: int | None,
+    kind: devices.Device,
     device: torch.device,
     kernel: Callable[[str], Callable[..., None]],
 ) -> tuple[HybridSlotAllocator, torch.Tensor]:
@@ -251,7 +252,7 @@ def allocate_slots(
     def patch(slots: Ints, values: Ints) -> None:
         if devices.is_capturing(device):
             raise PortaKVError(f"full_to_swa: expected no edit while {device} captures a graph, got {len(slots)} slots")
-        edit = devices.upload(torch.from_numpy(np.stack((slots, values))), device)
+        edit = kind.upload(torch.from_numpy(np.stack((slots, values))), device)
         kernel("patch_map")(mapping, edit[0], edit[1])
 
     shared = devices.shares_host_memory(device)

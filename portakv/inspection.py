@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from portakv.device import DeviceKind
 from portakv.formats import VECTOR_BYTES
 
 SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots", "table", "rows"))
@@ -87,7 +86,8 @@ class Code:
         return set(self.stores) == {VECTOR_BYTES} and self.loads[VECTOR_BYTES] == self.stores[VECTOR_BYTES]
 
 
-def _read_cuda(compiled: Any) -> Code:
+def read_cuda(compiled: Any) -> Code:
+    """What Triton's compiled kernel for NVIDIA asks of a GPU."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -125,7 +125,8 @@ def _count_instructions(cubin: bytes) -> int:
     return instructions
 
 
-def _read_hip(compiled: Any) -> Code:
+def read_hip(compiled: Any) -> Code:
+    """The same for AMD."""
     isa = compiled.asm["amdgcn"]
     found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", isa, re.MULTILINE)}
     lanes = compiled.metadata.warp_size
@@ -147,7 +148,8 @@ def _amd_bytes(width: str) -> int:
     return 1 if "byte" in width else 2
 
 
-def _read_xpu(compiled: Any) -> Code:
+def read_xpu(compiled: Any) -> Code:
+    """The same for Intel."""
     loads, stores = _spirv_accesses(compiled.asm["spv"])
     return Code(None, None, None, loads, stores, None)
 
@@ -182,11 +184,3 @@ def _spirv_accesses(spirv: bytes) -> tuple[Counter[int], Counter[int]]:
             case _ if len(operands) > 1 and operands[0] in pointees:
                 pointers[operands[1]] = pointees[operands[0]]
     return loads, stores
-
-
-_READERS = {DeviceKind.CUDA: _read_cuda, DeviceKind.HIP: _read_hip, DeviceKind.XPU: _read_xpu}
-
-
-def read_code(kind: DeviceKind, compiled: Any) -> Code:
-    """What Triton's compiled kernel for a device of `kind` asks of it."""
-    return _READERS[kind](compiled)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from portakv import checks
+from portakv import checks, dispatch
 from portakv import device as devices
 from portakv.arrays import Ints, IntsLike, as_int, as_ints, ranges, require
 from portakv.errors import MissingSwaLoc
@@ -74,7 +74,7 @@ def zigzag_split(x: Tensor, rank: int, world: int, seq_lens: IntsLike | None = N
     if not 0 <= as_int("rank", rank, 0) < as_int("world", world, 1):
         raise ValueError(f"rank: expected one below {world}, got {rank}")
     order = _zigzag_order(_lens(seq_lens, x.shape[0]), rank, world)
-    index = devices.upload(torch.from_numpy(order), x.device)
+    index = dispatch.device_of(x.device).upload(torch.from_numpy(order), x.device)
     # Indexed copies of fp8 are missing on several devices and in older torch.
     return x.view(torch.uint8)[index].view(x.dtype) if x.dtype in FP8_DIALECTS else x[index]
 
@@ -120,7 +120,7 @@ def plan_zigzag_write(
     order = np.full((world, 1 + most), len(write_loc))  # the index of the -1 that is added behind the slots
     for r, part in enumerate(parts):
         order[r, 1 : 1 + part.size] = part
-    index = devices.upload(torch.from_numpy(order).flatten(), pool.device)
+    index = pool.kind.upload(torch.from_numpy(order).flatten(), pool.device)
     rows = {g.side: g.num_rows for g in pool.groups}
     loc, swa_loc = (
         None if slots is None else torch.cat((_keep_last(pool, slots, num_rows), slots.new_full((1,), -1)))[index]
@@ -193,7 +193,7 @@ def _keep_last(pool: HybridKVPool, slots: Tensor, num_rows: int) -> Tensor:
     checked mode refuses it and gets it as it is."""
     if pool.check:
         return slots
-    from portakv.kernels.reference import named_again  # not at import, which loads no kernels
+    from portakv.kernels.reference.rows import named_again  # not at import, which loads no kernels
 
     lost = named_again(slots) & (slots >= pool.page_size) & (slots < num_rows)
     return torch.where(lost, -1, slots)

@@ -73,7 +73,7 @@ class HybridKVPool:
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
         layout: str = "rows",
-        device: torch.device | str | devices.DeviceKind | None = None,
+        device: dispatch.AnyDevice = None,
         check: bool | None = None,
         kernels: Mapping[str, str] | None = None,
         strict: bool = False,
@@ -84,9 +84,9 @@ class HybridKVPool:
         self.page_size = check_positive("page_size", page_size)
         check_positive("size", size)
         self.has_swa = swa_size is not None and check_positive("swa_size", swa_size) > 0
-        self.device = devices.resolve(device)
+        self.kind, self.device = dispatch.resolve(device)
         self.check = checks.checked_mode(check)
-        found = devices.facts(self.device)
+        found = self.kind.facts(self.device)
         self.dtype = checks.storage_dtype(dtype, found)
         self.layout = checks.pool_layout(layout, self.layers, self.dtype, page_size, found)
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
@@ -108,7 +108,7 @@ class HybridKVPool:
 
         def make() -> tuple[HybridSlotAllocator, Tensor, Tensor, tuple[LayerGroup, ...]]:
             if slots_of is None:
-                slots = allocate_slots(size, swa_size, page_size, self.window, self.device, self._kernel)
+                slots = allocate_slots(size, swa_size, page_size, self.window, self.kind, self.device, self._kernel)
             else:
                 slots = slots_of.allocator, slots_of.full_to_swa
             faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
@@ -123,7 +123,7 @@ class HybridKVPool:
         self._stores_swa = any(group.side == "swa" for group in self.groups)
         self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
         self._planner = ReadPlanner(
-            self.layers, self._readable, self.full_to_swa, self._faults, self._kernel, self.allocator
+            self.layers, self._readable, self.full_to_swa, self._faults, self.kind, self._kernel, self.allocator
         )
 
     @classmethod
@@ -136,7 +136,7 @@ class HybridKVPool:
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
         layout: str = "rows",
-        device: torch.device | str | devices.DeviceKind | None = None,
+        device: dispatch.AnyDevice = None,
         swa_window: int | None = None,
         **options: Any,
     ) -> HybridKVPool:
@@ -148,8 +148,8 @@ class HybridKVPool:
         them fits, and build their pools with these. Raises `ValueError` if the budget does not hold a pool that can
         serve one request.
         """
-        target = devices.resolve(device)
-        specs, found = checks.pool_layers(layers), devices.facts(target)
+        kind, target = dispatch.resolve(device)
+        specs, found = checks.pool_layers(layers), kind.facts(target)
         storage = checks.storage_dtype(dtype, found)
         lies = checks.pool_layout(layout, specs, storage, check_positive("page_size", page_size), found)
         check_ratio(swa_ratio)
@@ -159,7 +159,7 @@ class HybridKVPool:
             swa_ratio = None
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
-        options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": target}
+        options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": device}
         return cls(layers, size=size, swa_size=swa_size, swa_window=swa_window, **options)
 
     @property
@@ -186,7 +186,7 @@ class HybridKVPool:
         """
         check_slots("loc", loc)
         require_index_dtype("index_dtype", index_dtype)
-        loc = to_device(loc, self.device)
+        loc = to_device(loc, self.kind, self.device)
         copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
         if copy is None and not self.has_swa:
             if self._checking():
@@ -198,7 +198,9 @@ class HybridKVPool:
 
     def graph_write_loc(self, max_tokens: int, int32_twin: bool = False) -> GraphWriteLoc:
         """Write locations at fixed addresses for `max_tokens` tokens of a captured graph."""
-        return GraphWriteLoc(self._translate, check_positive("max_tokens", max_tokens), self.device, int32_twin)
+        return GraphWriteLoc(
+            self._translate, check_positive("max_tokens", max_tokens), self.kind, self.device, int32_twin
+        )
 
     def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
@@ -311,7 +313,7 @@ class HybridKVPool:
             if k.dtype is v.dtype:
                 raise
         # Of two dtypes, as under autocast: kernels take one, so each is converted on its own first.
-        from portakv.kernels.reference import convert  # `import portakv` loads no kernels
+        from portakv.kernels.reference.rows import convert  # `import portakv` loads no kernels
 
         k, v = convert(k, layer.fmt, layer.k_inv), convert(v, layer.fmt, layer.v_inv)
         return self.set_kv_buffer(layer_id, write_loc, k, v)

@@ -30,7 +30,7 @@ Choice = tuple[str | ReadStyle | None, Structure | str | None, torch.dtype | Non
 Shapes = list[tuple[int, ...]]
 _Bounds = tuple[int, int, int, tuple[ReadFormat, ...]]
 _Measure = Callable[..., tuple[int, Shapes] | None]
-"""`measure_read` of `portakv.kernels.reference`, whose docstring is the contract."""
+"""`measure_read` of `portakv.kernels.reference.rows`, whose docstring is the contract."""
 
 LARGE_PLAN = 1 << 24
 """Indices up to which nobody asks whether memory holds them, which takes half a millisecond."""
@@ -89,10 +89,11 @@ class ReadPlanner:
         stored: Mapping[int, Layer],
         mapping: Tensor,
         faults: Tensor,
+        kind: devices.Device,
         kernel: Callable[[str], Callable[..., None]],
         allocator: HybridSlotAllocator,
     ) -> None:
-        self._allocator = allocator
+        self._allocator, self._kind = allocator, kind
         keys = [("swa" if stored[i].on_swa else "full", spec.window) for i, spec in enumerate(layers)]
         self.keys = tuple(dict.fromkeys(keys))
         self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
@@ -330,7 +331,7 @@ class ReadPlanner:
             # What does not fit is more than a table can have, which the kernel cuts and counts.
             most = torch.iinfo(dtype).max
             packed = torch.from_numpy(np.stack([known[name] for name in away]).clip(max=most)).to(dtype)
-            there |= dict(zip(away, packed if on_cpu else devices.upload(packed, self._device), strict=True))
+            there |= dict(zip(away, packed if on_cpu else self._kind.upload(packed, self._device), strict=True))
         for name, x in columns.items():
             if isinstance(x, int):
                 there[name] = torch.full((size,), min(x, torch.iinfo(dtype).max), dtype=dtype, device=self._device)

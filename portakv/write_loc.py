@@ -84,10 +84,17 @@ class GraphWriteLoc:
     too, where asked for. `set_kv_buffer` takes it as it is, or a slice of it for a smaller captured batch.
     """
 
-    __slots__ = ("_translate", "int32", "loc", "swa_loc")
+    __slots__ = ("_kind", "_translate", "int32", "loc", "swa_loc")
 
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
-    def __init__(self, translate: Translate, max_tokens: int, device: torch.device, int32_twin: bool = False) -> None:
+    def __init__(
+        self,
+        translate: Translate,
+        max_tokens: int,
+        kind: devices.Device,
+        device: torch.device,
+        int32_twin: bool = False,
+    ) -> None:
         require_bool("int32_twin", int32_twin)
         dtypes = INDEX_DTYPES if int32_twin else (torch.int64,)
         needs = {device: 2 * max_tokens * sum(dtype.itemsize for dtype in dtypes)}
@@ -96,7 +103,7 @@ class GraphWriteLoc:
         )
         self.loc, self.swa_loc = made[torch.int64]
         self.int32 = KVWriteLoc(*made[torch.int32]) if int32_twin else None
-        self._translate = translate
+        self._translate, self._kind = translate, kind
 
     def __len__(self) -> int:
         return int(self.loc.shape[0])
@@ -115,7 +122,7 @@ class GraphWriteLoc:
         if loc.shape[0] > len(self):
             raise ValueError(f"loc: expected at most {len(self)} slots, got {loc.shape[0]}")
         loc_twin, swa_twin = (None, None) if self.int32 is None else (self.int32.loc, self.int32.swa_loc)
-        self._translate(to_device(loc, self.loc.device), self.swa_loc, self.loc, swa_twin, loc_twin)
+        self._translate(to_device(loc, self._kind, self.loc.device), self.swa_loc, self.loc, swa_twin, loc_twin)
 
 
 WriteLoc = KVWriteLoc | GraphWriteLoc
@@ -184,8 +191,8 @@ def check_slots(name: str, slots: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")
 
 
-def to_device(loc: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Slots of the host or of `device`, on `device`."""
+def to_device(loc: torch.Tensor, kind: devices.Device, device: torch.device) -> torch.Tensor:
+    """Slots of the host or of `device`, one of `kind`, on `device`."""
     if loc.device == device:
         return loc
     if not devices.shares_host_memory(loc.device):
@@ -193,4 +200,4 @@ def to_device(loc: torch.Tensor, device: torch.device) -> torch.Tensor:
     if devices.is_capturing(device):
         # A replay would read the host's buffer again, whatever it holds by then.
         raise ValueError(f"loc: expected slots on {device} while a graph is captured, got {loc.device}")
-    return devices.upload(loc, device)
+    return kind.upload(loc, device)

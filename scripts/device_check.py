@@ -33,28 +33,27 @@ import torch  # noqa: E402
 from timing import at_least_two  # noqa: E402
 
 from portakv import PortaKVError, check, dispatch, testing  # noqa: E402
-from portakv import device as devices  # noqa: E402
 from portakv.check import Outcome  # noqa: E402
+from portakv.device import DeviceFacts, shares_host_memory  # noqa: E402
 from portakv.formats import Variant  # noqa: E402
-from portakv.table import TABLE  # noqa: E402
 
 BENCHMARK_SHARE, COMPILE_SHARE = 0.5, 0.75
 """When the benchmark starts no further size, and when compiling ahead ends, as parts of the budget."""
 
 
-def choose_rows(found: devices.DeviceFacts) -> dict[str, dispatch.Selection]:
+def choose_rows(found: DeviceFacts) -> dict[str, dispatch.Selection]:
     """The row of each op that has kernels for such a device. Raises `NoKernel` where a GPU would be left with a
     reference row: Triton is not serving then, and there is nothing to check."""
-    ops = [op for op, columns in TABLE.items() if any(row.name != "reference" for row in columns[found.kind])]
-    return dispatch.select_all(found, strict=found.kind is not devices.DeviceKind.CPU, formats=dict.fromkeys(ops))
+    ops = [op for op in dispatch.OPS if len(dispatch.rows(op, found.device)) > 1]
+    return dispatch.select_all(found, strict=found.device.gpu is not None, formats=dict.fromkeys(ops))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        device = devices.resolve(devices.DeviceKind(args.device))
-        chosen = choose_rows(devices.facts(device))
+        of, device = dispatch.resolve(args.device)
+        chosen = choose_rows(of.facts(device))
     except PortaKVError as e:
         print(f"device_check: {e}", file=sys.stderr)
         return 2
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:  # the suite may say why
         bench = {"error": f"{type(e).__name__}: {e}"}
     record(benchmark=bench)
-    suite = check_rows([(op, row) for op, row in named if op in TABLE], device, args.budget)
+    suite = check_rows([(op, row) for op, row in named if op in dispatch.OPS], device, args.budget)
     record(rows=[dataclasses.asdict(outcome) for outcome in suite])
     show(report, suite + graphs)
     return 1 if "error" in bench or any(outcome.result in ("failed", "not run") for outcome in suite + graphs) else 0
@@ -86,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", required=True, choices=["cuda", "hip", "xpu", "cpu"], help="cpu is for rehearsals")
+    parser.add_argument(
+        "--device", required=True, choices=[known.name for known in dispatch.DEVICES], help="cpu is for rehearsals"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for device_check.json")
     parser.add_argument("--budget", type=float, default=200, help="seconds; the suite is cut to fit")
     parser.add_argument("--slots", type=int, help="slots in each pool of the benchmark")
@@ -115,15 +116,17 @@ def check_rows(rows: Sequence[tuple[str, str]], device: torch.device, budget: fl
 
 def compile_ahead(variants: Sequence[Variant], device: torch.device, until: float) -> None:
     """Fill Triton's cache on disk from all processors; what is not done by `until` compiles when it is first used."""
-    kind = devices.kind_of(device)
-    if devices.shares_host_memory(device):
+    if shares_host_memory(device):
         return
     driver = importlib.import_module("triton.runtime").driver
     target = driver.active.get_current_target()
     # A fresh process each: a forked copy of this one could not leave its device context alone.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), context) as pool:
-        jobs = [pool.submit(compile_one, kind.value, variant, target) for variant in dict.fromkeys(variants)]
+        jobs = [
+            pool.submit(compile_one, dispatch.device_of(device).name, variant, target)
+            for variant in dict.fromkeys(variants)
+        ]
         try:
             for job in as_completed(jobs, timeout=max(until - time.monotonic(), 0)):
                 job.exception()  # a variant that fails will fail by name in its case
@@ -131,8 +134,9 @@ def compile_ahead(variants: Sequence[Variant], device: torch.device, until: floa
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_one(kind: str, variant: Variant, target: Any) -> None:
-    importlib.import_module(f"portakv.kernels.{kind}").LAUNCHER.compile(variant, target)
+def compile_one(name: str, variant: Variant, target: Any) -> None:
+    launcher = importlib.import_module("portakv.kernels._triton").launcher
+    launcher(dispatch.find_device(name).gpu).compile(variant, target)
 
 
 def show(report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from portakv import device as devices
+from portakv import dispatch
 
 # OpenMP threads that spin on a busy machine make these small tensors 30 times slower; tests of threads set their own.
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ def _kinds() -> list[str]:
 @pytest.fixture(params=dict.fromkeys(_kinds()))
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device under test; one that was asked for and is missing raises DeviceUnavailable."""
-    return devices.resolve(devices.DeviceKind(request.param))
+    return dispatch.resolve(request.param)[1]
 
 
 @pytest.fixture

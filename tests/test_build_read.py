@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from portakv import check, dispatch, testing
-from portakv import device as devices
 from portakv.formats import FAULT_KINDS, ReadFormat, Structure
-from portakv.kernels import reference
-from portakv.table import HOST_TABLE
+from portakv.kernels.reference import rows as reference
 
 Tensor = torch.Tensor
 
@@ -233,8 +231,8 @@ def test_a_batch_out_of_order_is_not_measured() -> None:
         given = {name: torch.tensor(x) for name, x in good.items()} | changes
         return measure(*given.values(), *bounds)
 
-    found = devices.facts(torch.device("cpu"))
-    for row in HOST_TABLE["measure_read"][found.kind]:
+    found = dispatch.facts("cpu")
+    for row in dispatch.rows("measure_read", found.device):
         measure = dispatch.load(
             "measure_read", dispatch.select("measure_read", found, dispatch.Request(wanted=row.name))
         )
@@ -259,7 +257,7 @@ def test_a_batch_out_of_order_is_not_measured() -> None:
 @pytest.mark.parametrize("row", ["native", "reference"])
 def test_tables_past_2_31(row: str, tmp_path: Path) -> None:
     """Row 3 of a table whose row stride is 2**31 elements lies past 2**34 bytes, in a sparse file."""
-    chosen = dispatch.select("build_read", devices.facts(torch.device("cpu")), dispatch.Request(wanted=row))
+    chosen = dispatch.select("build_read", dispatch.facts("cpu"), dispatch.Request(wanted=row))
     stride = 2**31
     storage = torch.from_file(str(tmp_path / "table"), shared=True, size=3 * stride + 4, dtype=torch.int32)
     storage[-4:] = torch.tensor([5, 6, 7, 8])

@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from portakv import check, cli
-from portakv.device import DeviceKind
-from portakv.kernels import reference
-from portakv.table import TABLE, Row
+from portakv import check, cli, dispatch
+from portakv.device import Row
+from portakv.kernels.reference import rows as reference
 
 CPU = torch.device("cpu")
 
@@ -29,13 +28,13 @@ def without_faults(k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt) -> No
 
 
 def add_row(monkeypatch: pytest.MonkeyPatch, op: str, row: Row) -> None:
-    columns = TABLE[op] | {DeviceKind.CPU: (row, *TABLE[op][DeviceKind.CPU])}
-    monkeypatch.setitem(TABLE, op, columns)
+    rows = dispatch.rows
+    monkeypatch.setattr(dispatch, "rows", lambda of, device: (row, *rows(of, device)) if of == op else rows(of, device))
 
 
 def add_function(monkeypatch: pytest.MonkeyPatch, op: str, function) -> None:
     monkeypatch.setattr(reference, function.__name__, function, raising=False)
-    add_row(monkeypatch, op, Row("wrong", f"reference:{function.__name__}", "this test"))
+    add_row(monkeypatch, op, Row("wrong", f"portakv.kernels.reference.rows:{function.__name__}", "this test"))
 
 
 def test_every_row_and_graph_passes() -> None:
@@ -44,8 +43,8 @@ def test_every_row_and_graph_passes() -> None:
     assert shown["passed"]
     assert shown["device"] == "cpu"
     rows = [(o["op"], o["row"]) for o in shown["outcomes"]]
-    for op, columns in TABLE.items():
-        assert [row for name, row in rows if name == op] == [row.name for row in columns[DeviceKind.CPU]]
+    for op in dispatch.OPS:
+        assert [row for name, row in rows if name == op] == [row.name for row in dispatch.rows(op, dispatch.CPU)]
     for graph in check.GRAPH_FILLS:
         assert [row for name, row in rows if name == graph] == ["native", "reference"]
     for o in shown["outcomes"]:
@@ -84,7 +83,7 @@ def test_table_shows_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_that_cannot_serve_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_row(monkeypatch, "patch_map", Row("triton", "cuda:{op}", "portakv", "triton>=99", "nvidia"))
+    add_row(monkeypatch, "patch_map", Row("triton", "portakv.kernels.cuda.kernels:{op}", "portakv", "triton>=99"))
     outcome = check.check_row("patch_map", "triton", CPU)
     assert outcome.result == "unavailable"
     assert outcome.detail == "not installed"  # for kernels of a CPU nobody looks

@@ -5,6 +5,7 @@ The whole suite is in `.ci/run`; here is a little of each of its lines.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,10 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from portakv import check, cli, testing
+from portakv import check, cli, dispatch, testing
 from portakv.compile import Target
 from portakv.conformance import compiled, far, mutations
-from portakv.conformance.executors import launcher
 from portakv.conformance.executors.errors import OutsideAllocation
 from portakv.formats import INDEX_DTYPES
 from portakv.kernels import _triton
@@ -137,10 +137,14 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown["passed"]
     assert list(shown["unavailable"]) == ["pvc"]
     assert "pvc was not executed: triton" in err
-    monkeypatch.setitem(launcher.EXECUTORS, "hip", ("no_such_executor", "amdgcn"))
+    missing = dataclasses.replace(
+        dispatch.HIP.gpu, executor=("portakv.conformance.executors.no_such_executor", "amdgcn")
+    )
+    monkeypatch.setattr(dispatch, "DEVICES", (dataclasses.replace(dispatch.HIP, gpu=missing),))
     code, _, err = invoke("--target", "gfx942")
     assert code == 2
     assert "gfx942 was not executed: portakv.conformance.executors.no_such_executor is not installed" in err
+    monkeypatch.undo()
     assert invoke("--target", "a100")[0] == 2
     assert invoke("--target", "sm_90", "--device", "cpu")[0] == 2
 
@@ -148,7 +152,7 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_far_rows_are_compared_whole() -> None:
     """A kernel that writes beside its row, or keeps 32 bits of its offset, is noticed."""
     case = far.choose(compiled.cases_of("store_kv"))[0]
-    from portakv.kernels import reference
+    from portakv.kernels.reference import rows as reference
 
     def beside(*args) -> None:
         reference.store_kv(*args)

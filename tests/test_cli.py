@@ -17,9 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import portakv
-from portakv import __main__, cli, compare, device
+from portakv import __main__, cli, compare, dispatch
 from portakv.pool import HybridKVPool
-from portakv.table import TABLE
 
 Invoke = Callable[..., Result]
 
@@ -46,16 +45,16 @@ def one_line_error(result: Result) -> str:
 def test_info_accounts_for_every_row(invoke: Invoke) -> None:
     shown = json.loads(invoke("info", "--json").stdout)
     assert shown["device"] == portakv.DEVICE.value
-    assert [probe["kind"] for probe in shown["probed"]] == [probe.kind.value for probe in device.probe()]
-    for op, columns in TABLE.items():
-        names = {row.name for row in columns[portakv.DEVICE]}
+    assert [probe["kind"] for probe in shown["probed"]] == [device.name for device in dispatch.DEVICES]
+    for op in dispatch.OPS:
+        names = {row.name for row in dispatch.rows(op, dispatch.CHOSEN)}
         assert {shown["kernels"][op], *shown["rejected"][op]} == names
         assert all(shown["rejected"][op].values())
 
 
 def test_info_table_names_ops_and_reasons(invoke: Invoke) -> None:
     shown = invoke("info").stdout
-    for word in (*TABLE, "comes", "first", "chosen", "not built for it"):
+    for word in (*dispatch.OPS, "comes", "first", "chosen", "not built for it"):
         assert word in shown
 
 
@@ -178,7 +177,7 @@ def test_run_takes_a_local_checkpoint(invoke: Invoke, checkpoint: Path) -> None:
 
 
 def test_run_refuses_what_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
-    absent = next(probe for probe in device.probe() if not probe.count).kind.value
+    absent = next(probe for probe in dispatch.probe() if not probe.count).device.name
     assert absent in one_line_error(invoke("run", "--device", absent))
     assert "'gpu'" in one_line_error(invoke("run", "--device", "gpu"))
     assert one_line_error(invoke("run", "--model", tmp_path))

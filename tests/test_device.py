@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from portakv import device as devices
-from portakv.device import DeviceFacts, DeviceKind, Probe
+from portakv import dispatch
+from portakv.device import Device, DeviceKind
 from portakv.errors import DeviceUnavailable
 
 
@@ -20,48 +21,43 @@ def test_count_reports_why_there_is_none() -> None:
     def broken() -> int:
         raise RuntimeError("driver too old")
 
-    assert devices._count(DeviceKind.CUDA, None, lambda: 1).count == 0
-    assert "was not built for it" in devices._count(DeviceKind.CUDA, None, lambda: 1).reason
-    assert "sees no device" in devices._count(DeviceKind.CUDA, "CUDA 12.4", lambda: 0).reason
-    assert devices._count(DeviceKind.CUDA, "CUDA 12.4", lambda: 2) == Probe(
-        DeviceKind.CUDA, 2, "built for CUDA 12.4; 2 visible"
-    )
-    found = devices._count(DeviceKind.XPU, "XPU", broken)
+    found = Device(name="toy", torch_type="toy", built=lambda: "toys", count=broken).probe()
     assert found.count == 0
     assert "driver too old" in found.reason
 
 
 def test_probe_order_and_cpu_last() -> None:
-    kinds = [p.kind for p in devices.probe()]
-    assert kinds == [DeviceKind.CUDA, DeviceKind.HIP, DeviceKind.XPU, DeviceKind.CPU]
-    assert devices.probe()[-1].count == 1
+    assert [p.device for p in dispatch.probe()] == list(dispatch.DEVICES)
+    assert [device.kind for device in dispatch.DEVICES] == list(DeviceKind)[:-1]
+    assert dispatch.probe()[-1].count == 1
 
 
 def test_choose() -> None:
-    assert devices.choose("cpu") is DeviceKind.CPU
+    assert dispatch.choose("cpu") is dispatch.CPU
     with pytest.raises(ValueError, match=r"expected one of .*'cpu'.*got 'tpu'"):
-        devices.choose("tpu")
-    missing = next((p for p in devices.probe() if not p.count), None)
+        dispatch.choose("tpu")
+    missing = next((p for p in dispatch.probe() if not p.count), None)
     if missing is None:
         pytest.fail("a machine with every kind of device cannot test a missing one")
-    with pytest.raises(DeviceUnavailable, match=missing.kind.value):
-        devices.choose(missing.kind.value)
+    with pytest.raises(DeviceUnavailable, match=missing.device.name):
+        dispatch.choose(missing.device.name)
 
 
 def test_resolve() -> None:
-    assert devices.resolve("cpu") == torch.device("cpu")
-    assert devices.resolve(torch.device("cpu", 0)) == torch.device("cpu")
-    assert devices.resolve(DeviceKind.CPU) == torch.device("cpu")
-    assert devices.resolve("meta") == torch.device("meta")
+    for cpu in ("cpu", torch.device("cpu", 0), DeviceKind.CPU, dispatch.CPU):
+        assert dispatch.resolve(cpu) == (dispatch.CPU, torch.device("cpu"))
+    assert dispatch.resolve("meta") == (dispatch.OTHER, torch.device("meta"))
     for bad in ("gpu", 3.5, DeviceKind.OTHER):
         with pytest.raises(ValueError, match="device: expected"):
-            devices.resolve(bad)
+            dispatch.resolve(bad)
 
 
-def test_kind_of_follows_the_tensor() -> None:
-    cuda = DeviceKind.HIP if torch.version.hip else DeviceKind.CUDA
-    for name, kind in (("cpu", DeviceKind.CPU), ("xpu", DeviceKind.XPU), ("cuda", cuda), ("meta", DeviceKind.OTHER)):
-        assert devices.kind_of(torch.device(name)) is kind
+def test_a_torch_device_belongs_to_what_torch_was_built_for() -> None:
+    for device in dispatch.DEVICES:
+        of = dispatch.device_of(torch.device(device.torch_type))
+        assert of.torch_type == device.torch_type
+        assert of is device or not device.built()
+    assert dispatch.device_of(torch.device("meta")) is dispatch.OTHER
 
 
 def test_memory_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +83,11 @@ def test_fp8_dialect_follows_the_arch() -> None:
         ("gfx950", torch.float8_e4m3fn),
         ("sm_90", torch.float8_e4m3fn),
     ):
-        assert devices.fp8_dialect(DeviceFacts(DeviceKind.HIP, arch)) is dialect
+        assert dispatch.HIP.fp8(arch) is dialect
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu"])
-def test_an_upload_waits_only_where_no_pinned_memory_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [*dispatch.DEVICES, dispatch.OTHER], ids=repr)
+def test_an_upload_waits_only_where_no_pinned_memory_is_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs get pinned memory that is the call's own: who has pinned the source may write to it at once."""
     host, empty, moved = torch.arange(3), torch.empty, []
 
@@ -109,9 +105,9 @@ def test_an_upload_waits_only_where_no_pinned_memory_is_read(kind: str, monkeypa
     monkeypatch.setattr(torch, "empty", pinned_empty)
     monkeypatch.setattr(torch.Tensor, "to", to)
     with torch.device("meta"):  # as where torch.set_default_device was called
-        devices.upload(host, SimpleNamespace(type=kind))
-    on_gpu = kind != "npu"
-    assert moved == [(not on_gpu, on_gpu, [0, 1, 2], kind, on_gpu)]
+        device.upload(host, SimpleNamespace(type=device.torch_type))
+    on_gpu = device.gpu is not None
+    assert moved == [(not on_gpu, on_gpu, [0, 1, 2], device.torch_type, on_gpu)]
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -131,7 +127,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_environment_that_names_no_device(value: str, error: str) -> None:
-    if value == "xpu" and devices.probe()[2].count:
+    if value == "xpu" and dispatch.probe()[2].count:
         pytest.fail("run the device tests of a machine with an Intel GPU with another missing kind")
     done = run("import portakv", PORTAKV_DEVICE=value)
     assert done.returncode == 1

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from portakv import check
-from portakv.device import DeviceFacts, DeviceKind, Package
+from portakv import check, dispatch
+from portakv.device import Device, DeviceFacts, Package
 from portakv.errors import NoKernel
-from portakv.table import TABLE
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--budget", "40", "--slots", "256", "--tokens", "1,16", "--rounds", "3"]
@@ -41,24 +40,23 @@ device_check.START = time.monotonic()
 """
 
 INTERPRETED = """
-from portakv.device import DeviceKind
-from portakv.table import TABLE, Row
-for op, columns in TABLE.items():
-    triton = [Row("triton", "cuda:{op}", "interpreted")] * (len(columns[DeviceKind.CUDA]) - 1)
-    columns[DeviceKind.CPU] = (*triton, columns[DeviceKind.CPU][-1])
+from portakv import dispatch
+from portakv.device import Row
+CUDA, rows = dispatch.CUDA, dispatch.rows
+interpreted = Row("triton", "portakv.kernels.cuda.kernels:{op}", "interpreted")
+dispatch.rows = lambda op, device: tuple(interpreted if row.name == "triton" else row for row in rows(op, CUDA))
 """
 
 WRONG_STORE = """
-from portakv.device import DeviceKind
-from portakv.kernels import reference
-from portakv.table import REFERENCE, TABLE, Row
+from portakv import dispatch
+from portakv.device import Row
+from portakv.kernels.reference import rows as reference
 def wrong(k, v, k_cache, v_cache, loc, *rest):
     reference.store_kv(k[:-1], v[:-1], k_cache, v_cache, loc[:-1], *rest)
 reference.wrong = wrong
-for op, columns in TABLE.items():
-    columns[DeviceKind.CPU] = columns[DeviceKind.CPU][-1:]
-columns = TABLE["store_kv"]
-columns[DeviceKind.CPU] = (Row("wrong", "reference:wrong", "this test"), REFERENCE)
+rows = dispatch.rows
+broken = Row("wrong", "portakv.kernels.reference.rows:wrong", "this test")
+dispatch.rows = lambda op, device: (*([broken] if op == "store_kv" else []), rows(op, device)[-1])
 """
 
 
@@ -74,20 +72,19 @@ def rehearse(out: Path, table: str) -> tuple[subprocess.CompletedProcess[str], d
     return done, json.loads((out / "device_check.json").read_text())
 
 
-@pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.HIP, DeviceKind.XPU], ids=str)
-def test_a_gpu_that_triton_serves_is_checked(kind: DeviceKind) -> None:
+@pytest.mark.parametrize("device", [device for device in dispatch.DEVICES if device.gpu], ids=repr)
+def test_a_gpu_that_triton_serves_is_checked(device: Device) -> None:
     """By its Triton rows alone; without Triton there is nothing to check."""
     check_script = importlib.util.spec_from_file_location("device_check", ROOT / "scripts" / "device_check.py")
     assert check_script is not None and check_script.loader is not None
     module = importlib.util.module_from_spec(check_script)
     check_script.loader.exec_module(module)
-    backends = ("nvidia", "amd", "intel")
-    chosen = module.choose_rows(DeviceFacts(kind, packages={"triton": Package("3.6.0", backends=backends)}))
+    chosen = module.choose_rows(DeviceFacts(device, packages={"triton": Package("3.6.0")}))
     assert {op: selection.row.name for op, selection in chosen.items()} == {
-        op: "triton" for op in TABLE if not op.endswith("_packed")
+        op: "triton" for op in dispatch.OPS if not op.endswith("_packed")
     }
     with pytest.raises(NoKernel):
-        module.choose_rows(DeviceFacts(kind))
+        module.choose_rows(DeviceFacts(device))
 
 
 def test_one_round_has_no_quartiles(tmp_path: Path) -> None:
@@ -102,9 +99,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert report["seconds"] < 80
     # Of packed CPU pages GPUs have reference rows only.
-    assert report["kernels"] == {op: "triton" for op in TABLE if not op.endswith("_packed")}
+    assert report["kernels"] == {op: "triton" for op in dispatch.OPS if not op.endswith("_packed")}
     rows = {(row["op"], row["row"]): row for row in report["rows"]}
-    for op in TABLE:
+    for op in dispatch.OPS:
         if not op.endswith("_packed"):
             assert rows[op, "triton"]["result"] == "passed"
             # The interpreter is slow: the budget cuts the suite, and the count says so.
@@ -206,14 +203,12 @@ import time
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from portakv import testing
-from portakv.device import DeviceKind
+from portakv import dispatch, testing
 
 def main():
     target = GPUTarget("cuda", 90, 32)
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    device_check.devices.kind_of = lambda device: DeviceKind.CUDA
-    device_check.devices.shares_host_memory = lambda device: False
+    device_check.shares_host_memory = lambda device: False
     variants = [case.variant for op in ("cast_loc", "patch_map") for case in testing.cases(op)]
     device_check.compile_ahead(variants, torch.device("cuda"), time.monotonic() + 60)
     cached = set(CACHE.iterdir())

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, Rope, check, resolve_write_loc, testing
+from portakv import HybridKVPool, LayerSpec, Rope, check, dispatch, resolve_write_loc, testing
 from portakv.buffers import Buffer
-from portakv.kernels import cpu_amx
-from portakv.table import TABLE
+from portakv.kernels.cpu_amx import kernels as cpu_amx
 
 LAYOUTS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
     "rows": ([LayerSpec(None, 2, 16, 8), LayerSpec(6, 2, 16)], {}),
@@ -105,7 +104,7 @@ class Session:
     def build(self) -> None:
         options = {"size": 32 * self.page, "swa_size": 24 * self.page, "page_size": self.page, "device": "cpu"}
         if self.kernels:
-            os.environ["PORTAKV_KERNELS"] = ",".join(f"{op}={self.kernels}" for op in TABLE)
+            os.environ["PORTAKV_KERNELS"] = ",".join(f"{op}={self.kernels}" for op in dispatch.OPS)
         try:
             self.pool = HybridKVPool(self.layers, check=True, **(options | self.options))
             self.draft = HybridKVPool(self.layers, slots_of=self.pool, **(options | self.options))
@@ -287,7 +286,7 @@ def test_the_basics_are_the_same_in_and_out_of(setting: str, layout: str, row: s
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_kit_is_the_same_under(setting: str) -> None:
     """Its inputs are the same bytes, kernels pass on them, and so do captured graphs."""
-    for op in TABLE:
+    for op in dispatch.OPS:
         cases = list(itertools.islice(testing.cases(op), 3, None, 40))
         plain = [[listed(x.storage) for x in testing.build(case) if isinstance(x, Buffer)] for case in cases]
         kernel = getattr(cpu_amx, op)

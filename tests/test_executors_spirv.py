@@ -12,7 +12,7 @@ from portakv.conformance.executors import spirv
 from portakv.conformance.executors.errors import UnknownInstruction
 from portakv.conformance.executors.spirv import CONTRACTION_OFF, Op, is_op
 from portakv.formats import KVFormat, Variant
-from portakv.kernels import xpu
+from portakv.kernels.xpu import kernels as xpu
 
 
 def test_what_may_fuse_or_is_broken_is_refused() -> None:

@@ -17,14 +17,13 @@ from portakv import device as devices
 from portakv.errors import IntegrityError
 from portakv.formats import KVFormat, Layout, list_variants
 from portakv.layers import require_heads
-from portakv.table import TABLE
 
 MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
 HEADS = LayerSpec(None, 2, 8)
 
 
 def rows_here() -> list[str]:
-    found = devices.facts(torch.device("cpu"))
+    found = dispatch.facts("cpu")
     chosen = dispatch.select("store_kv", found)
     return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
 
@@ -33,7 +32,7 @@ def rows_here() -> list[str]:
 def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(layers, …)`: a small pool on each row that serves here."""
     if device.type == "cpu":
-        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in TABLE))
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.OPS))
 
     def pool(layers: list[LayerSpec], **options: Any) -> HybridKVPool:
         options = {"size": 48, "swa_size": 32, "page_size": 4, "check": True} | options
@@ -351,7 +350,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_allocated(
 
 
 def test_a_layout_that_no_row_stores_is_refused_by_name() -> None:
-    found = devices.DeviceFacts(devices.DeviceKind.CUDA, "sm_90", packages={"triton": devices.Package("3.6.0")})
+    found = devices.DeviceFacts(dispatch.CUDA, "sm_90", packages={"triton": devices.Package("3.6.0")})
     with pytest.raises(NoKernel, match="cannot store layout 'cpu_amx'"):
         dispatch.select_all(found, formats={"store_kv": KVFormat(8, 64, 64, torch.bfloat16, 32, Layout.CPU_AMX)})
 

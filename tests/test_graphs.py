@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, PortaKVError, SlotFault, check, checks, groups
+from portakv import HybridKVPool, LayerSpec, PortaKVError, SlotFault, check, checks, dispatch, groups
 from portakv import device as devices
 from portakv.check import GraphStores, Mismatch, capture
 from portakv.write_loc import GraphWriteLoc
@@ -41,7 +41,7 @@ def test_a_graph_is_captured_where_the_device_has_them(device: torch.device) -> 
     replay()
     assert x.item() == 3
     assert len(calls) == (before if check.has_graphs(device) else before + 2)
-    assert check.has_graphs(device) == (devices.kind_of(device) is not devices.DeviceKind.CPU)
+    assert check.has_graphs(device) == (dispatch.device_of(device) is not dispatch.CPU)
 
 
 def test_capture_warms_up_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_capture_warms_up_before_it_records(monkeypatch: pytest.MonkeyPatch) -> 
     captured = SimpleNamespace(replay=lambda: log.append("replay"))
     module = SimpleNamespace(CUDAGraph=lambda: captured, graph=graph, device=lambda _: nullcontext(), Stream=str)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    replay = capture(lambda: log.append("step"), CPU)
+    replay = capture(lambda: log.append("step"), torch.device("cuda"))
     replay()
     assert log == ["step", "begin", "step", "end", "replay"]
 
@@ -101,7 +101,7 @@ def test_the_mapping_is_not_edited_in_a_capture(monkeypatch: pytest.MonkeyPatch)
     """A replay would edit it once more; refused, the allocator is as it was."""
     launched = []
     allocator, _ = groups.allocate_slots(
-        8, 8, 1, None, torch.device("meta"), lambda op: lambda *args: launched.append(op)
+        8, 8, 1, None, dispatch.OTHER, torch.device("meta"), lambda op: lambda *args: launched.append(op)
     )
     capturing = True
     monkeypatch.setattr(devices, "is_capturing", lambda _: capturing)

@@ -11,7 +11,8 @@ import torch
 
 from portakv import testing
 from portakv.formats import ReadFormat, Structure
-from portakv.kernels import cpu_amx, reference
+from portakv.kernels.cpu_amx import kernels as cpu_amx
+from portakv.kernels.reference import rows as reference
 
 if problem := cpu_amx.build_problem():
     pytest.fail(problem, pytrace=False)

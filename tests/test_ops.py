@@ -8,23 +8,21 @@ import pytest
 import torch
 
 from portakv import buffers, dispatch, testing
-from portakv import device as devices
 from portakv.formats import CANONICAL_NAN, FP8_DIALECTS, KVFormat, Layout, list_variants
-from portakv.kernels import reference
-from portakv.table import TABLE
+from portakv.kernels.reference import rows as reference
 
 
 def rows(device: torch.device, op: str) -> list[str]:
     """Rows that can serve on `device`; the reference is the oracle, so it is compared with itself only elsewhere."""
-    found = devices.facts(device)
-    names = [row.name for row in TABLE[op][found.kind]]
-    return [name for name in names if name != "reference" or found.kind is not devices.DeviceKind.CPU]
+    found = dispatch.facts(device)
+    names = [row.name for row in dispatch.rows(op, found.device)]
+    return [name for name in names if name != "reference" or found.device is not dispatch.CPU]
 
 
-@pytest.mark.parametrize("op", TABLE)
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_row_matches_reference(op: str, device: torch.device) -> None:
     for name in rows(device, op):
-        selection = dispatch.select(op, devices.facts(device), dispatch.Request(wanted=name))
+        selection = dispatch.select(op, dispatch.facts(device), dispatch.Request(wanted=name))
         kernel = dispatch.load(op, selection)
         count = 0
         for case in testing.cases(op):
@@ -36,15 +34,15 @@ def test_row_matches_reference(op: str, device: torch.device) -> None:
 def test_every_cpu_row_is_exercised() -> None:
     """A row added to the CPU column is run by the test above or is the oracle itself."""
     cpu = torch.device("cpu")
-    for op, columns in TABLE.items():
-        assert {row.name for row in columns[devices.DeviceKind.CPU]} == {*rows(cpu, op), "reference"}
+    for op in dispatch.OPS:
+        assert {row.name for row in dispatch.rows(op, dispatch.CPU)} == {*rows(cpu, op), "reference"}
 
 
 def test_cases_cover_every_variant() -> None:
     """Those left out are of plain rows: rotated in one more shape, or under the other slot width, which serves the same
     op, layout and dtypes elsewhere."""
-    covered = {case.variant for op in TABLE for case in testing.cases(op)}
-    every = {v for v in list_variants(testing.formats()) if v.op in TABLE}
+    covered = {case.variant for op in dispatch.OPS for case in testing.cases(op)}
+    every = {v for v in list_variants(testing.formats()) if v.op in dispatch.OPS}
     assert covered <= every
     assert all(v.fmt and v.fmt.layout is Layout.ROWS for v in every - covered)
     for kind in (
@@ -121,7 +119,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("op", [op for op in TABLE if op.startswith("store_kv")])
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op.startswith("store_kv")])
 def test_the_reference_stores_as_if_token_by_token(op: str, four_threads: None) -> None:
     """So the last row of a slot is there, whole."""
     for case in _cases_with_repeats(op):
@@ -194,7 +192,7 @@ def test_comparer_allows_what_a_gpu_may_do_with_a_slot_named_twice() -> None:
 def test_offsets_past_2_31(row: str) -> None:
     """Row 3 of a cache whose token stride is 2**31 elements lies at 6.4e9 elements; only touched pages exist."""
     fmt = KVFormat(2, 8, 8, torch.float8_e4m3fn)
-    chosen = dispatch.select_all(devices.facts(torch.device("cpu")), dict.fromkeys(TABLE, row))
+    chosen = dispatch.select_all(dispatch.facts("cpu"), dict.fromkeys(dispatch.OPS, row))
     store, gather = (dispatch.load(op, chosen[op]) for op in ("store_kv", "gather_kv"))
     stride = 2**31
     storage = torch.empty(3 * stride + 16, dtype=torch.uint8).view(fmt.dtype)

@@ -10,9 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import portakv
 from portakv import KVWriteLoc, LayerSpec, dispatch, ops, testing
-from portakv import device as devices
 from portakv.formats import FP8_DIALECTS, KVFormat, Layout
-from portakv.table import TABLE
 
 CPU = torch.device("cpu")
 LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16)]
@@ -21,7 +19,7 @@ LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16)]
 def call(case: testing.Case, row: str | None = None, device: torch.device = CPU) -> ops.Kernel:
     """The op of `case`, called on the row that serves it."""
     op, fmt = case.variant.op, case.variant.fmt
-    found = devices.facts(device)
+    found = dispatch.facts(device)
     return ops.traced({op: dispatch.select(op, found, dispatch.Request(fmt, row))}, {op: fmt})[op]
 
 
@@ -36,17 +34,17 @@ def one_of_each(op: str) -> list[testing.Case]:
 
 
 def test_every_op_of_the_table_is_there() -> None:
-    assert list(ops.SCHEMAS) == list(TABLE)
+    assert list(ops.SCHEMAS) == list(dispatch.OPS)
 
 
-@pytest.mark.parametrize("op", TABLE)
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_an_op_runs_its_kernel(op: str, device: torch.device) -> None:
-    for row in TABLE[op][devices.facts(device).kind]:
+    for row in dispatch.rows(op, dispatch.device_of(device)):
         for case in [*one_of_each(op), *(case for case in testing.cases(op) if case.tokens == 0)][:40]:
             testing.check(op, call(case, row.name, device), case, device)
 
 
-@pytest.mark.parametrize("op", TABLE)
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_opcheck(op: str) -> None:
     """Writes are declared and all of them, outputs alias nothing, the fake agrees, and AOTAutograd keeps the bytes."""
     for case in one_of_each(op):

@@ -11,9 +11,11 @@ import torch
 
 from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch, testing
 from portakv.checks import pool_layout
-from portakv.device import DeviceFacts, DeviceKind
+from portakv.device import Device, DeviceFacts
 from portakv.formats import FAULT_KINDS, FP8_DIALECTS, SLOT_OPS, KVFormat, Layout
-from portakv.kernels import cpu_amx, reference, reference_packed
+from portakv.kernels.cpu_amx import kernels as cpu_amx
+from portakv.kernels.reference import packed as reference_packed
+from portakv.kernels.reference import rows as reference
 
 if problem := cpu_amx.build_problem():
     pytest.fail(problem, pytrace=False)
@@ -299,11 +301,11 @@ def test_what_is_no_page_size(layout: str, page_size: Any) -> None:
 @pytest.mark.parametrize("layout", [x.value for x in Layout if x.packed])
 def test_other_devices_do_not_pack(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """meta stands for any device without kernels of its own."""
-    for kind in set(DeviceKind) - {DeviceKind.CPU}:
+    for device in {*dispatch.DEVICES, dispatch.OTHER} - {dispatch.CPU}:
         with pytest.raises(
-            ValueError, match=f"layout: expected one of .*on a device of kind {kind.value}, got '{layout}'"
+            ValueError, match=f"layout: expected one of .*on a device of kind {device.name}, got '{layout}'"
         ):
-            pool_layout(layout, [HEADS], BF16, 32, DeviceFacts(kind, "any"))
+            pool_layout(layout, [HEADS], BF16, 32, DeviceFacts(device, "any"))
     monkeypatch.setattr("portakv.device.zeros", lambda *_: pytest.fail("allocated"))
     for build in (
         lambda: HybridKVPool([HEADS], size=64, page_size=32, layout=layout, device="meta"),
@@ -316,28 +318,28 @@ def test_other_devices_do_not_pack(layout: str, monkeypatch: pytest.MonkeyPatch)
 def test_no_gpu_kernel_packs() -> None:
     fmt = KVFormat(2, 64, 64, BF16, 32, Layout.CPU_VEC)
     with pytest.raises(NoKernel, match="cannot store layout 'cpu_vec'"):
-        dispatch.select("store_kv", DeviceFacts(DeviceKind.CUDA, "sm_90"), dispatch.Request(fmt))
+        dispatch.select("store_kv", DeviceFacts(dispatch.CUDA, "sm_90"), dispatch.Request(fmt))
 
 
 HEADS, ODD, MLA = LayerSpec(None, 2, 64), LayerSpec(None, 2, 80), LayerSpec(None, 1, 512, 64, mla=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "features", "layers", "dtype", "page", "layout"),
+    ("device", "features", "layers", "dtype", "page", "layout"),
     [
-        (DeviceKind.CPU, {"amx", "avx512", "avx2"}, [HEADS], BF16, 32, Layout.CPU_AMX),
-        (DeviceKind.CPU, {"amx", "avx512", "avx2"}, [HEADS, ODD], BF16, 32, Layout.CPU_VEC),
-        (DeviceKind.CPU, {"amx", "avx512", "avx2"}, [HEADS], torch.float8_e5m2, 64, Layout.CPU_VEC),
-        (DeviceKind.CPU, {"avx2"}, [HEADS], BF16, 32, Layout.CPU_VEC),
-        (DeviceKind.CPU, {"avx2"}, [HEADS], BF16, 16, Layout.ROWS),
-        (DeviceKind.CPU, set(), [HEADS, MLA], BF16, 32, Layout.ROWS),
-        *((kind, set(), [HEADS], BF16, 32, Layout.ROWS) for kind in DeviceKind if kind is not DeviceKind.CPU),
+        (dispatch.CPU, {"amx", "avx512", "avx2"}, [HEADS], BF16, 32, Layout.CPU_AMX),
+        (dispatch.CPU, {"amx", "avx512", "avx2"}, [HEADS, ODD], BF16, 32, Layout.CPU_VEC),
+        (dispatch.CPU, {"amx", "avx512", "avx2"}, [HEADS], torch.float8_e5m2, 64, Layout.CPU_VEC),
+        (dispatch.CPU, {"avx2"}, [HEADS], BF16, 32, Layout.CPU_VEC),
+        (dispatch.CPU, {"avx2"}, [HEADS], BF16, 16, Layout.ROWS),
+        (dispatch.CPU, set(), [HEADS, MLA], BF16, 32, Layout.ROWS),
+        *((device, set(), [HEADS], BF16, 32, Layout.ROWS) for device in dispatch.DEVICES if device is not dispatch.CPU),
     ],
 )
 def test_auto_takes_what_the_cpu_has(
-    kind: DeviceKind, features: set[str], layers: list[LayerSpec], dtype: torch.dtype, page: int, layout: Layout
+    device: Device, features: set[str], layers: list[LayerSpec], dtype: torch.dtype, page: int, layout: Layout
 ) -> None:
-    found = DeviceFacts(kind, "any", features=frozenset(features))
+    found = DeviceFacts(device, "any", features=frozenset(features))
     assert pool_layout("auto", layers, dtype, page, found) is layout
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from portakv import (
-    DeviceKind,
     HybridKVPool,
     KVWriteLoc,
     LayerSpec,
@@ -25,8 +24,8 @@ from portakv import (
     StaleWriteLoc,
     transfer,
 )
+from portakv.device import Device, Row
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS
-from portakv.table import REFERENCE, TABLE, Row
 
 FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(6, 2, 8)
 MIXTURES = {
@@ -429,11 +428,11 @@ def test_kernels_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernels_names_what_serves_the_pools_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that comes first but cannot store the pool's dtype is not the one in use."""
-    picky = Row("picky", "reference:{op}", "this test", dtypes=(torch.bfloat16,))
-    column = TABLE["store_kv"] | {DeviceKind.CPU: (picky, REFERENCE)}
-    monkeypatch.setitem(TABLE, "store_kv", column)
+    refuses = lambda fmt, num_rows: None if fmt.dtype is torch.bfloat16 else "too wide"  # noqa: E731
+    picky = Row("picky", "portakv.kernels.reference.rows:{op}", "this test", refuses=refuses)
+    device = Device(name="toy", torch_type="cpu", count=lambda: 1, rows=(picky,))
     for dtype, name in ((torch.bfloat16, "picky"), (torch.float8_e5m2, "reference")):
-        assert HybridKVPool([FULL], size=8, dtype=dtype, device="cpu").kernels["store_kv"] == name
+        assert HybridKVPool([FULL], size=8, dtype=dtype, device=device).kernels["store_kv"] == name
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from portakv.conformance.prove.launch import Launch
 from portakv.conformance.prove.launches import LAUNCHES
 from portakv.conformance.prove.program import UnknownOp
 from portakv.formats import KVFormat, Structure, Variant
-from portakv.kernels import cuda
 from portakv.kernels._triton import SOURCES
+from portakv.kernels.cuda import kernels as cuda
 
 SM_90 = Target.parse("sm_90")
 KINDS = [

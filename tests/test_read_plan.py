@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch, read_plan
+from portakv import CONSUMERS, HybridKVPool, LayerSpec, ReadIndices, ReadPlan, ReadStyle, Structure, dispatch
 from portakv import device as devices
 from portakv.check import capture
+from portakv.device import Device
 from portakv.errors import SlotOwnership
 from portakv.formats import SLOT_OPS, KVFormat
 
@@ -40,7 +41,7 @@ OPS = (*SLOT_OPS, *KVFormat(H, D, DV, torch.float32).ops)
 
 def rows_here() -> list[str]:
     """The rows of the CPU column that can serve on this machine."""
-    chosen = dispatch.select("store_kv", devices.facts(torch.device("cpu")))
+    chosen = dispatch.select("store_kv", dispatch.facts("cpu"))
     return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
 
 
@@ -737,8 +738,8 @@ def test_integers_on_the_host_may_be_of_either_width(device, kernels, dtypes):
 def test_lengths_of_the_host_do_not_wrap_around_beside_narrow_ones(monkeypatch):
     """2**32 + 3 is past any table, and is cut and counted there; it is not 3."""
     pool, sent = HybridKVPool([LayerSpec(None, 1, 8)], size=16, device="meta"), []
-    upload = read_plan.devices.upload
-    monkeypatch.setattr(read_plan.devices, "upload", lambda host, device: sent.append(host) or upload(host, device))
+    upload = Device.upload
+    monkeypatch.setattr(Device, "upload", lambda self, host, at: sent.append(host) or upload(self, host, at))
     table, rows = (
         torch.zeros((2, 8), dtype=torch.int64, device="meta"),
         torch.zeros(2, dtype=torch.int32, device="meta"),

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from portakv import HybridKVPool, LayerSpec, Rope, dispatch
-from portakv import device as devices
 from portakv.formats import FLOAT_DTYPES, SLOT_OPS, KVFormat
-from portakv.table import TABLE
 
 HEADS = [LayerSpec(None, 3, 16, 8), LayerSpec(6, 3, 16, 8)]
 MLA = [LayerSpec(None, 1, 24, 16, mla=True), LayerSpec(6, 1, 24, 16, mla=True)]
@@ -30,7 +28,7 @@ TOKENS, POSITIONS = 9, 50
 
 
 def rows_here() -> list[str]:
-    found = devices.facts(torch.device("cpu"))
+    found = dispatch.facts("cpu")
     chosen = dispatch.select("store_kv_rope", found)
     return [chosen.row.name, *(row.name for row, why in chosen.rejected if why.endswith("comes first"))]
 
@@ -38,7 +36,7 @@ def rows_here() -> list[str]:
 @pytest.fixture(params=rows_here())
 def make(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     if device.type == "cpu":
-        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in TABLE))
+        monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={request.param}" for op in dispatch.OPS))
 
     def pool(kind: str, **options: Any) -> HybridKVPool:
         layers, own = KINDS[kind]
@@ -265,7 +263,7 @@ def test_rows_are_refused_whichever_of_both_stores_checks_them(
 ) -> None:
     """The other one is the reference, which trusts its caller and writes K before it meets a wrong V."""
     layers, own = KINDS[kind]
-    others = [op for op in TABLE if op.startswith("store_kv_rope") == (checking == "store_kv")]
+    others = [op for op in dispatch.OPS if op.startswith("store_kv_rope") == (checking == "store_kv")]
     monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}=reference" for op in others))
     pool = HybridKVPool(layers, size=48, page_size=4, device="cpu", **own)
     write_loc, k, v = batch(pool)

@@ -26,9 +26,10 @@ from portakv.compile import Target, compile_variant, needs_vectors
 from portakv.errors import NoKernel
 from portakv.formats import FAULT_KINDS, KVFormat, Layout, Variant, list_variants
 from portakv.inspection import slot_offsets
-from portakv.kernels import cuda, hip
 from portakv.kernels._triton import launch
 from portakv.kernels._triton.rows import Tile
+from portakv.kernels.cuda import kernels as cuda
+from portakv.kernels.hip import kernels as hip
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -108,7 +109,7 @@ def test_fused_arithmetic_is_objected_to(monkeypatch: pytest.MonkeyPatch) -> Non
     compiled = SimpleNamespace(asm={"ptx": "fma.rn.f32 %r1, %r2;\nmul.ftz.f32 %r3;", "cubin": b""})
     monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: "REG:8 STACK:0 SHARED:0 LOCAL:0")
     monkeypatch.setattr(inspection, "_count_instructions", lambda _: 0)
-    (problem,) = inspection._read_cuda(compiled).problems
+    (problem,) = inspection.read_cuda(compiled).problems
     assert "fma.rn.f32" in problem
     assert "mul.ftz.f32" in problem
 
@@ -213,7 +214,7 @@ def test_a_failed_compile_is_remembered() -> None:
         calls.append(args)
         raise RuntimeError("no such instruction")
 
-    launcher = launch.Launcher("cuda", {"patch_map": broken}, cuda.TILES)
+    launcher = launch.Launcher("cuda", {"patch_map": broken}, cuda.LAUNCHER.tiles)
     errors = []
     for _ in range(2):
         with pytest.raises(NoKernel, match="RuntimeError: no such instruction") as raised:
@@ -248,7 +249,7 @@ def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     variant, device = Variant("patch_map"), torch.device("cuda", 0)
     source = cuda.LAUNCHER.source(variant, 32)
-    launcher = launch.Launcher("cuda", {"patch_map": lambda *_: source}, cuda.TILES)
+    launcher = launch.Launcher("cuda", {"patch_map": lambda *_: source}, cuda.LAUNCHER.tiles)
     with pytest.raises(NoKernel, match=r"not permitted when stream is capturing; portakv\.warmup\(pool\)"):
         launcher.warm(variant, device)
     kernel = launcher.warm(variant, device)

@@ -14,15 +14,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from portakv import buffers, testing
-from portakv.device import DeviceKind
+from portakv import buffers, dispatch, testing
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS, PAD, KVFormat, list_variants
-from portakv.kernels import reference
-from portakv.table import TABLE, TRITON_CUDA
+from portakv.kernels.reference import rows as reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-OPS = [op for op, columns in TABLE.items() if TRITON_CUDA in columns[DeviceKind.CUDA]]
+OPS = [op for op in dispatch.OPS if dispatch.rows(op, dispatch.CUDA)[0].name == "triton"]
 
 
 def _caches(fmt: KVFormat, num_layers: int, num_rows: int) -> list[torch.Tensor]:
@@ -37,9 +35,10 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
 if INTERPRETED:
     from triton.runtime.interpreter import interpreter_builder
 
-    from portakv.kernels import cuda as kernels
-    from portakv.kernels import hip, xpu
     from portakv.kernels._triton import move_kv
+    from portakv.kernels.cuda import kernels
+    from portakv.kernels.hip import kernels as hip
+    from portakv.kernels.xpu import kernels as xpu
 else:
 
     def test_in_processes_of_their_own() -> None:

@@ -16,29 +16,29 @@ import torch
 
 from portakv import CONSUMERS, HybridKVPool, LayerSpec
 from portakv.compile import warmup
-from portakv.device import DeviceKind
+from portakv.device import Device, Row
 from portakv.formats import INDEX_DTYPES, PAD, list_variants
-from portakv.table import TABLE, Row
 
 LAYERS = (LayerSpec(None, 2, 16), LayerSpec(8, 2, 16), LayerSpec(8, 1, 8, v_head_dim=24))
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from portakv.kernels.cuda import LAUNCHER
+    from portakv.kernels.cuda.kernels import LAUNCHER
+
+    TRITON = Row("triton", "portakv.kernels.cuda.kernels:{op}", "portakv")
+    INTERPRETED = Device(name="interpreted", torch_type="cpu", count=lambda: 1, rows=(TRITON,))
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN and overflow
     @pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 1), (torch.float8_e4m3fnuz, 4)])
     def test_nothing_compiles_after_it(dtype: torch.dtype, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        row = Row("triton", "cuda:{op}", "portakv")
-        for op, columns in TABLE.items():
-            monkeypatch.setitem(TABLE, op, columns | {DeviceKind.CPU: (row,)})
         monkeypatch.setattr(LAUNCHER, "_kernels", {})
         monkeypatch.setattr(LAUNCHER, "_hot", {})
-        pool = HybridKVPool(LAYERS, size=96, swa_size=64, page_size=page_size, dtype=dtype, device="cpu")
+        options = {"size": 96, "swa_size": 64, "page_size": page_size, "dtype": dtype, "device": INTERPRETED}
+        pool = HybridKVPool(LAYERS, **options)
         warmup(pool)
         assert LAUNCHER.variants == set(list_variants(group.fmt for group in pool.groups))
         monkeypatch.setattr(LAUNCHER, "_build", lambda variant, device: pytest.fail(f"compiled {variant}"))
         known = []
-        for other in (pool, HybridKVPool(LAYERS, size=96, swa_size=64, page_size=page_size, dtype=dtype, device="cpu")):
+        for other in (pool, HybridKVPool(LAYERS, **options)):
             rng = random.Random(0)
             graph = other.graph_write_loc(32, int32_twin=True)
             for _ in range(20):

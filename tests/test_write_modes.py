@@ -16,7 +16,7 @@ import torch
 
 from portakv import HybridKVPool, KVWriteLoc, LayerSpec, check, dispatch, resolve_write_loc
 from portakv.formats import PAD, SLOT_OPS, KVFormat
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 from portakv.write_loc import WriteLoc
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -11,26 +11,23 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from portakv import device as devices
 from portakv import dispatch
-from portakv.device import DeviceFacts, DeviceKind, Package
+from portakv.device import DeviceFacts, Package
 from portakv.dispatch import Request, select
 from portakv.errors import NoKernel
 from portakv.formats import CANONICAL_NAN, FAULT_KINDS, FLOAT_DTYPES, KVFormat
-from portakv.kernels import ipex
-from portakv.table import TABLE
+from portakv.kernels.xpu import ipex
+from portakv.kernels.xpu.device import find_intels_triton, find_ipex
 
 Tensor = torch.Tensor
 
 FMT = KVFormat(2, 8, 8, torch.bfloat16, page_size=4)
 IPEX_ONLY = DeviceFacts(
-    DeviceKind.XPU, packages={"triton": Package(problem="not installed"), "ipex": Package("2.8.10+xpu")}
+    dispatch.XPU, packages={"triton": Package(problem="not installed"), "ipex": Package("2.8.10+xpu")}
 )
 
 
@@ -158,7 +155,7 @@ def test_ipex_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ipex_needs_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; from portakv.kernels import ipex"
+    code = "import sys; sys.modules['triton'] = None; from portakv.kernels.xpu import ipex"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -166,7 +163,7 @@ def test_ipex_serves_what_it_can_keep() -> None:
     for dtype in FLOAT_DTYPES:
         chosen = select("store_kv", IPEX_ONLY, Request(KVFormat(8, 128, 128, dtype, 16), num_rows=2**20))
         assert chosen.row.name == "ipex"
-    for op in TABLE.keys() - {"store_kv"}:
+    for op in dispatch.OPS.keys() - {"store_kv"}:
         assert select(op, IPEX_ONLY).row.name == "reference"
 
 
@@ -191,49 +188,18 @@ Installed = Callable[..., None]
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Installed:
-    """Pretend that exactly these distributions are there, and a Triton with these backends and this driver."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Pretend that exactly these distributions are there."""
 
-    def install(versions: dict[str, str], backends: tuple[str, ...] = (), driver: object = None) -> None:
+    def install(versions: dict[str, str]) -> None:
         def version(name: str) -> str:
             if name not in versions:
                 raise importlib.metadata.PackageNotFoundError(name)
             return versions[name]
 
-        for backend in backends:
-            (tmp_path / "backends" / backend).mkdir(parents=True)
-            (tmp_path / "backends" / backend / "compiler.py").touch()
-        spec = importlib.machinery.ModuleSpec("triton", None, is_package=True)
-        spec.submodule_search_locations = [str(tmp_path)]
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec if backends else None)
-        runtime = ModuleType("triton.runtime")
-        runtime.driver = driver  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-        monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
 
     return install
-
-
-def active(backend: str) -> object:
-    target = SimpleNamespace(backend=backend)
-    return SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
-
-
-class NoDriver:
-    @property
-    def active(self) -> object:
-        raise RuntimeError("0 active drivers ([]). There should only be one.")
-
-
-def test_triton_with_its_driver(installed: Installed) -> None:
-    installed({"pytorch-triton-xpu": "3.5.0"}, ("amd", "intel", "nvidia"), active("xpu"))
-    assert devices._triton(DeviceKind.XPU) == Package("3.5.0", None, ("amd", "intel", "nvidia"))
-
-
-def test_triton_of_rocm(installed: Installed) -> None:
-    installed({"pytorch-triton-rocm": "3.5.0"}, ("amd",), active("hip"))
-    assert devices._triton(DeviceKind.HIP) == Package("3.5.0", None, ("amd",))
 
 
 @pytest.mark.parametrize(
@@ -241,30 +207,13 @@ def test_triton_of_rocm(installed: Installed) -> None:
 )
 def test_stock_triton_in_the_place_of_intels(installed: Installed, versions: dict[str, str], lies: str) -> None:
     """Also where the Intel backend's folder is left over: its library is the stock one, which lacks that backend."""
-    installed({"triton": "3.7.1"} | versions, ("amd", "intel", "nvidia"), active("xpu"))
-    found = devices._triton(DeviceKind.XPU)
+    installed({"triton": "3.7.1"} | versions)
+    found = find_intels_triton()
     assert found.problem is not None
     assert f"the stock 3.7.1 lies {lies}" in found.problem
-    chosen = select("store_kv", DeviceFacts(DeviceKind.XPU, packages={"triton": found}))
+    chosen = select("store_kv", DeviceFacts(dispatch.XPU, packages={"triton": found}))
     assert chosen.row.name == "reference"
     assert f"the stock 3.7.1 lies {lies}" in chosen.rejected[0][1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "driver", "problem"),
-    [
-        (DeviceKind.CUDA, NoDriver(), "no active driver for cuda: RuntimeError: 0 active drivers"),
-        (DeviceKind.HIP, active("cuda"), "its active driver is for cuda, not hip"),
-    ],
-)
-def test_triton_without_a_driver_for_this_device(
-    installed: Installed, kind: DeviceKind, driver: object, problem: str
-) -> None:
-    installed({"triton": "3.7.1"}, ("amd", "nvidia"), driver)
-    found = devices._triton(kind)
-    assert found.version == "3.7.1"
-    assert (found.problem or "").startswith(problem)
-    assert problem in select("move_kv", DeviceFacts(kind, packages={"triton": found})).rejected[0][1]
 
 
 @pytest.mark.parametrize(
@@ -281,4 +230,4 @@ def test_which_ipex(
 ) -> None:
     installed({"intel_extension_for_pytorch": version} if version else {})
     monkeypatch.setattr(torch, "__version__", "2.8.0+xpu")
-    assert devices._ipex().problem == problem
+    assert find_ipex().problem == problem

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from portakv import testing
+from portakv import dispatch, testing
 from portakv.buffers import Mismatch
 from portakv.check import Outcome, Result
 from portakv.compile import Target
@@ -30,7 +30,8 @@ from portakv.conformance.executors.errors import ExecutionError
 from portakv.conformance.executors.launcher import ExecutingLauncher, bind, load_executor
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, INDEX_DTYPES, PAD, KVFormat, Variant
-from portakv.kernels import _triton, reference
+from portakv.kernels import _triton
+from portakv.kernels.reference import rows as reference
 from portakv.write_loc import GraphWriteLoc
 
 Tensor = torch.Tensor
@@ -83,7 +84,7 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
             out.append(Task(name, "rows past 2^32", functools.partial(check_far, name, op), len(some)))
     out.append(Task(name, "rows past 2^32", functools.partial(check_far_mapping, name), len(INDEX_DTYPES)))
     out.append(Task(name, "graph buffers filled inside", functools.partial(check_graph_fill, name), len(FILLS)))
-    if target.kind.value not in UNCHECKED:
+    if target.gpu.backend not in UNCHECKED:
         for op in _triton.SOURCES:
             some = ordered_cases(op)
             out.append(Task(name, "warps in random order", functools.partial(check_order, name, op), len(some)))
@@ -100,7 +101,7 @@ def unavailable(target: Target) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET is 1, and the interpreter compiles nothing"
     try:
-        load_executor(target.kind.value)
+        load_executor(target.gpu)
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
     return None
@@ -236,7 +237,9 @@ def check_graph_fill(target: str) -> int:
         ) -> None:
             translate(mapping, loc, *outs, faults)
 
-        sides.append((GraphWriteLoc(fill, longest, CPU, int32_twin=True), caches, faults, store))
+        sides.append(
+            (GraphWriteLoc(fill, longest, dispatch.device_of(CPU), CPU, int32_twin=True), caches, faults, store)
+        )
     slots = torch.zeros(longest, dtype=torch.int64)
     for live in FILLS:
         slots.fill_(PAD)
@@ -284,7 +287,7 @@ def broken(target: Target) -> Iterator[tuple[mutations.Mutation, str]]:
 
 def check_mutation(target: str, name: str, op: str) -> int:
     """Raise unless a kernel broken in that way is caught."""
-    if mutations.find(name).wild and Target.parse(target).kind.value in UNCHECKED:
+    if mutations.find(name).wild and Target.parse(target).gpu.backend in UNCHECKED:
         process = multiprocessing.get_context("spawn").Process(target=_check_mutation, args=(target, name, op))
         process.start()
         process.join()

@@ -12,7 +12,8 @@ import torch
 from portakv import testing
 from portakv.buffers import Buffer, Mismatch
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
-from portakv.kernels import reference, reference_flashmla
+from portakv.kernels.reference import flashmla as reference_flashmla
+from portakv.kernels.reference import rows as reference
 
 Tensor = torch.Tensor
 

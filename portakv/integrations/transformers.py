@@ -10,7 +10,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from portakv import checks
-from portakv import device as devices
 from portakv.arrays import Ints
 from portakv.errors import OutOfSlots, PortaKVError
 from portakv.layers import check_positive, layers_from_model, require_heads
@@ -302,7 +301,8 @@ class _Batch:
     def _plan_read(self, slots: Ints, window: int | None) -> KVWriteLoc:
         """What layers of `window` read, translated if they need it."""
         flat = torch.from_numpy(slots.flatten())
-        return KVWriteLoc(devices.upload(flat, self.pool.device)) if window is None else self.pool.plan_write(flat)
+        pool = self.pool
+        return KVWriteLoc(pool.kind.upload(flat, pool.device)) if window is None else pool.plan_write(flat)
 
     def _write(self, state: _State, forward: _Forward, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's K and V, read what its attention asks for, and publish that the layer has been here."""

@@ -1,13 +1,14 @@
-"""Kernels by device. A row of `portakv.table` names a function here; nothing is imported before it is chosen."""
+"""Kernels by device. A row of a `portakv.device.Device` names a function here; none is imported before it is chosen."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 
-def load(target: str) -> Callable[..., None]:
-    """The kernel that "module:function" names, its module relative to this package."""
+def load(target: str) -> Callable[..., Any]:
+    """The kernel that "module:function" names."""
     module, function = target.split(":")
-    kernel: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    kernel: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return kernel

@@ -16,7 +16,7 @@ import torch
 
 from portakv import HybridKVPool, LayerSpec
 from portakv.formats import Structure
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 from portakv.read_plan import ReadIndices
 
 Tensor = torch.Tensor

@@ -19,20 +19,18 @@ import pytest
 import torch
 
 import portakv
-from portakv import device as devices
 from portakv import dispatch
-from portakv.table import TABLE
 
 ACCELERATORS = [kind for kind in os.environ.get("PORTAKV_TEST_DEVICES", "").split(",") if kind not in ("", "cpu")]
 
 
 def _backends() -> list[tuple[str, str]]:
     """(device kind, row): what can serve on this CPU, and the whole column of each named accelerator."""
-    chosen = dispatch.select("store_kv", devices.facts(torch.device("cpu")))
+    chosen = dispatch.select("store_kv", dispatch.facts("cpu"))
     served = [row.name for row, why in chosen.rejected if why.endswith("comes first")]
     pairs = [("cpu", name) for name in (chosen.row.name, *served)]
     for kind in ACCELERATORS:
-        pairs += [(kind, row.name) for row in TABLE["store_kv"][devices.DeviceKind(kind)]]
+        pairs += [(kind, row.name) for row in dispatch.rows("store_kv", dispatch.find_device(kind))]
     return pairs
 
 
@@ -51,14 +49,14 @@ def pytest_pycollect_makeitem(name: str, obj: object) -> list[Any] | None:
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> torch.device:
-    return devices.resolve(devices.DeviceKind(request.param))
+    return dispatch.resolve(request.param)[1]
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> tuple[torch.device, str]:
     """A device and the row that serves every op on it."""
     kind, row = request.param
-    return devices.resolve(devices.DeviceKind(kind)), row
+    return dispatch.resolve(kind)[1], row
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def make_pool(
 ) -> Callable[..., portakv.HybridKVPool]:
     """HybridKVPool on one backend: `make_pool(layers, size=…, …)`."""
     device, row = backend
-    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={row}" for op in TABLE))
+    monkeypatch.setenv("PORTAKV_KERNELS", ",".join(f"{op}={row}" for op in dispatch.OPS))
     return functools.partial(portakv.HybridKVPool, device=device, check=False)
 
 
@@ -75,7 +73,7 @@ def make_pool(
 def kernel(backend: tuple[torch.device, str]) -> Callable[[str], Callable[..., None]]:
     """`kernel(op)`: the function that serves `op` on one backend."""
     device, row = backend
-    found = devices.facts(device)
+    found = dispatch.facts(device)
     return lambda op: dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from portakv import testing
 from portakv.formats import KVFormat
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 
 ROWS, TOKENS = 23, 7
 

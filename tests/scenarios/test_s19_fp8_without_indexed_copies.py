@@ -7,7 +7,7 @@ import torch
 
 from portakv import LayerSpec
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 
 T, H, D, DV = 12, 2, 24, 16
 LAYERS = [LayerSpec(None, H, D, DV), LayerSpec(8, H, D, DV)]

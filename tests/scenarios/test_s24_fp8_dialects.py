@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import DeviceKind, LayerSpec
-from portakv.device import DeviceFacts, fp8_dialect
+from portakv import LayerSpec, dispatch
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -55,22 +54,22 @@ def test_tags_tell_all_four_apart():
 
 
 @pytest.mark.parametrize(
-    ("kind", "arch", "dialect"),
+    ("device", "arch", "dialect"),
     [
-        (DeviceKind.HIP, "gfx942", FNUZ),
-        (DeviceKind.HIP, "gfx940", FNUZ),
-        (DeviceKind.HIP, "gfx950", FN),
-        (DeviceKind.HIP, "gfx90a", FN),
-        (DeviceKind.HIP, "gfx1100", FN),
-        (DeviceKind.HIP, "gfx1201", FN),
-        (DeviceKind.CUDA, "sm_80", FN),
-        (DeviceKind.CUDA, "sm_90", FN),
-        (DeviceKind.XPU, "Intel(R) Data Center GPU Max 1550", FN),
-        (DeviceKind.CPU, "x86_64", FN),
+        (dispatch.HIP, "gfx942", FNUZ),
+        (dispatch.HIP, "gfx940", FNUZ),
+        (dispatch.HIP, "gfx950", FN),
+        (dispatch.HIP, "gfx90a", FN),
+        (dispatch.HIP, "gfx1100", FN),
+        (dispatch.HIP, "gfx1201", FN),
+        (dispatch.CUDA, "sm_80", FN),
+        (dispatch.CUDA, "sm_90", FN),
+        (dispatch.XPU, "Intel(R) Data Center GPU Max 1550", FN),
+        (dispatch.CPU, "x86_64", FN),
     ],
 )
-def test_the_default_dialect_is_the_devices_own(kind, arch, dialect):
-    assert fp8_dialect(DeviceFacts(kind, arch)) == dialect
+def test_the_default_dialect_is_the_devices_own(device, arch, dialect):
+    assert device.fp8(arch) == dialect
 
 
 def test_fp8_without_a_dialect_is_resolved_once(make_pool):

@@ -9,7 +9,7 @@ import torch
 
 from portakv import LayerSpec
 from portakv.formats import FP8_DIALECTS
-from portakv.kernels import reference
+from portakv.kernels.reference import rows as reference
 
 T, H, D, DV = 6, 2, 16, 24
 FP8 = torch.float8_e4m3fn

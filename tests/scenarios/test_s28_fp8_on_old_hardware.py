@@ -5,27 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv import DeviceKind, LayerSpec, NoKernel
+from portakv import LayerSpec, NoKernel, dispatch
 from portakv.device import DeviceFacts, Package
 from portakv.dispatch import Request, select
 from portakv.formats import FP8_DIALECTS, KVFormat
-from portakv.kernels import reference
-from portakv.table import TABLE
+from portakv.kernels.reference import rows as reference
 
-TRITON = {"triton": Package("3.6.0", backends=("amd", "intel", "nvidia"))}
+TRITON = {"triton": Package("3.6.0")}
 OLD = [
-    DeviceFacts(DeviceKind.CUDA, "sm_70", "V100", packages=TRITON),
-    DeviceFacts(DeviceKind.CUDA, "sm_80", "A100", packages=TRITON),
-    DeviceFacts(DeviceKind.CUDA, "sm_86", "RTX 3090", packages=TRITON),
-    DeviceFacts(DeviceKind.HIP, "gfx90a", "MI250X", packages=TRITON),
-    DeviceFacts(DeviceKind.HIP, "gfx1100", "RX 7900", packages=TRITON),
-    DeviceFacts(DeviceKind.XPU, "PVC", "PVC", packages=TRITON),
+    DeviceFacts(dispatch.CUDA, "sm_70", "V100", packages=TRITON),
+    DeviceFacts(dispatch.CUDA, "sm_80", "A100", packages=TRITON),
+    DeviceFacts(dispatch.CUDA, "sm_86", "RTX 3090", packages=TRITON),
+    DeviceFacts(dispatch.HIP, "gfx90a", "MI250X", packages=TRITON),
+    DeviceFacts(dispatch.HIP, "gfx1100", "RX 7900", packages=TRITON),
+    DeviceFacts(dispatch.XPU, "PVC", "PVC", packages=TRITON),
 ]
 
 
 @pytest.mark.parametrize("found", OLD, ids=lambda found: found.arch)
 @pytest.mark.parametrize("dtype", FP8_DIALECTS, ids=str)
-@pytest.mark.parametrize("op", [op for op in TABLE if not op.endswith("_packed")])
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if not op.endswith("_packed")])
 def test_integer_arithmetic_needs_no_capability(op, dtype, found):
     selection = select(op, found, Request(KVFormat(8, 128, 128, dtype)))
     assert selection.row.name == "triton"
@@ -34,7 +33,7 @@ def test_integer_arithmetic_needs_no_capability(op, dtype, found):
 
 @pytest.mark.parametrize("found", OLD, ids=lambda found: found.arch)
 def test_without_the_compiler_the_reason_is_told_at_construction(found):
-    bare = DeviceFacts(found.kind, found.arch, found.name)
+    bare = DeviceFacts(found.device, found.arch, found.name)
     selection = select("store_kv", bare, Request(KVFormat(8, 128, 128, torch.float8_e4m3fn)))
     assert selection.row.name == "reference"
     rejected = {row.name: why for row, why in selection.rejected}

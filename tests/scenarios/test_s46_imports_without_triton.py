@@ -9,9 +9,7 @@ import sys
 import types
 
 import pytest
-import torch
 
-from portakv import device as devices
 from portakv import dispatch
 
 BLOCK = """
@@ -50,8 +48,8 @@ assert not [name for name in {DSLS} if name in sys.modules]
 REQUEST = """
 from portakv import device, dispatch
 
-for kind in (device.DeviceKind.CUDA, device.DeviceKind.HIP, device.DeviceKind.XPU):
-    found = device.DeviceFacts(kind, "some", packages=device._packages(kind))
+for gpu in (dispatch.CUDA, dispatch.HIP, dispatch.XPU):
+    found = device.DeviceFacts(gpu, "some", packages={name: find() for name, find in gpu.packages.items()})
     try:
         dispatch.select("store_kv", found, dispatch.Request(wanted="triton"))
     except portakv.NoKernel as error:
@@ -64,8 +62,8 @@ for kind in (device.DeviceKind.CUDA, device.DeviceKind.HIP, device.DeviceKind.XP
 FOUND = """
 from portakv import device
 
-found = device._packages(device.DeviceKind.CUDA)["triton"]
-assert found.version and "nvidia" in found.backends, found
+found = device.find_triton("cuda")
+assert found.version, found
 assert "no active driver for cuda" in found.problem, found
 """
 
@@ -96,7 +94,7 @@ def test_an_explicit_request_says_what_is_missing():
 
 def test_a_broken_import_of_ours_is_not_taken_for_a_missing_package(monkeypatch):
     """Only the named package may be missing: what goes wrong inside a kernel module goes to the caller."""
-    selection = dispatch.select("store_kv", devices.facts(torch.device("cpu")), dispatch.Request(wanted="reference"))
-    monkeypatch.setitem(sys.modules, "portakv.kernels.reference", types.ModuleType("broken"))
+    selection = dispatch.select("store_kv", dispatch.facts("cpu"), dispatch.Request(wanted="reference"))
+    monkeypatch.setitem(sys.modules, "portakv.kernels.reference.rows", types.ModuleType("broken"))
     with pytest.raises(AttributeError, match="store_kv"):
         dispatch.load("store_kv", selection)

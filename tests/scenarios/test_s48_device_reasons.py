@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import portakv
-from portakv import DeviceKind, DeviceUnavailable
-from portakv import device as devices
-from portakv.device import Probe, _count, choose
+from portakv import DeviceUnavailable, dispatch
+from portakv.device import Device, Probe
+from portakv.dispatch import CPU, CUDA, DEVICES, HIP, XPU, choose
 
 
 def fail(message):
@@ -36,30 +36,26 @@ def fail(message):
     ],
 )
 def test_a_probe_is_a_count_with_a_reason(built, count, expected, reason):
-    assert _count(DeviceKind.CUDA, built, count) == Probe(DeviceKind.CUDA, expected, reason)
+    device = Device(name="toy", torch_type="cuda", built=lambda: built, count=count)
+    assert device.probe() == Probe(device, expected, reason)
 
 
 def probes(monkeypatch, **counts):
     """Fake what the machine has; `choose` is pure beyond that."""
-    found = tuple(Probe(kind, counts.get(kind.value, 0), f"why {kind.value}") for kind in list(DeviceKind)[:3])
-    monkeypatch.setattr(devices, "probe", lambda: (*found, Probe(DeviceKind.CPU, 1, "x86_64")))
+    counts |= {"cpu": 1}
+    monkeypatch.setattr(Device, "probe", lambda self: Probe(self, counts.get(self.name, 0), f"why {self.name}"))
+    monkeypatch.setattr(dispatch, "probe", lambda: tuple(device.probe() for device in DEVICES))
 
 
 @pytest.mark.parametrize(
-    ("counts", "kind"),
-    [
-        ({}, DeviceKind.CPU),
-        ({"cuda": 1}, DeviceKind.CUDA),
-        ({"hip": 8}, DeviceKind.HIP),
-        ({"xpu": 1}, DeviceKind.XPU),
-        ({"cuda": 1, "xpu": 1}, DeviceKind.CUDA),
-    ],
+    ("counts", "device"),
+    [({}, CPU), ({"cuda": 1}, CUDA), ({"hip": 8}, HIP), ({"xpu": 1}, XPU), ({"cuda": 1, "xpu": 1}, CUDA)],
     ids=str,
 )
-def test_automatic_choice(monkeypatch, counts, kind):
+def test_automatic_choice(monkeypatch, counts, device):
     """Two platforms at once are no conflict."""
     probes(monkeypatch, **counts)
-    assert choose(None) is kind
+    assert choose(None) is device
 
 
 @pytest.mark.parametrize("kind", ["cuda", "hip", "xpu"])
@@ -68,7 +64,7 @@ def test_an_explicit_request_raises_with_the_reason(monkeypatch, kind):
     with pytest.raises(DeviceUnavailable, match=f"{kind}: why {kind}") as error:
         choose(kind)
     assert isinstance(error.value, RuntimeError)
-    assert choose("cpu") is DeviceKind.CPU
+    assert choose("cpu") is CPU
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "CUDA", "cuda:0", "other", "rocm"])
@@ -79,21 +75,21 @@ def test_a_name_that_is_no_kind(monkeypatch, name):
 
 
 def test_the_probe_covers_every_kind_and_tells_why():
-    found = devices.probe()
-    assert [p.kind for p in found] == [DeviceKind.CUDA, DeviceKind.HIP, DeviceKind.XPU, DeviceKind.CPU]
+    found = dispatch.probe()
+    assert [p.device for p in found] == list(DEVICES)
     assert all(p.reason for p in found)
     assert found[-1].count == 1
     text = portakv.explain()
     for p in found:
-        assert f"{p.kind.value}: {p.reason}" in text
+        assert f"{p.device.name}: {p.reason}" in text
 
 
-MISSING = [p.kind for p in devices.probe() if not p.count]  # never empty: no torch is built for CUDA and HIP
+MISSING = [p.device.kind for p in dispatch.probe() if not p.count]  # never empty: no torch is built for CUDA and HIP
 
 
 @pytest.mark.parametrize("kind", MISSING, ids=str)
 def test_a_pool_on_a_device_that_is_missing(kind):
-    (reason,) = (p.reason for p in devices.probe() if p.kind is kind)
+    (reason,) = (p.reason for p in dispatch.probe() if p.device.kind is kind)
     with pytest.raises(DeviceUnavailable) as error:
         portakv.HybridKVPool([portakv.LayerSpec(None, 1, 8)], size=8, device=kind)
     assert reason in str(error.value)
@@ -126,4 +122,4 @@ def test_the_variable_decides_at_import():
 @pytest.mark.parametrize("device", ["cuda:99", "xpu:99"])
 def test_a_torch_device_that_is_missing(device):
     with pytest.raises(DeviceUnavailable, match=f"{device}: .+"):
-        devices.resolve(device)
+        dispatch.resolve(device)

@@ -10,52 +10,49 @@ import types
 import pytest
 import torch
 
-from portakv import DeviceKind
-from portakv.device import DeviceFacts, Package, Probe, _built_for_xpu, _count
-from portakv.dispatch import select
-from portakv.table import TABLE
+from portakv.device import DeviceFacts, Package
+from portakv.dispatch import OPS, XPU, select
 
 
 @pytest.mark.parametrize(
     ("xpu", "built"),
     [
-        (types.SimpleNamespace(_is_compiled=lambda: True), True),
-        (types.SimpleNamespace(_is_compiled=lambda: False), False),
-        (types.SimpleNamespace(is_available=lambda: True), False),
-        (None, False),
+        (types.SimpleNamespace(_is_compiled=lambda: True), "XPU"),
+        (types.SimpleNamespace(_is_compiled=lambda: False), None),
+        (types.SimpleNamespace(is_available=lambda: True), None),
+        (None, None),
     ],
     ids=["compiled", "not compiled", "another API", "none"],
 )
 def test_what_torch_was_built_for(monkeypatch, xpu, built):
     monkeypatch.setattr(torch, "xpu", xpu)
-    assert _built_for_xpu() is built
+    assert XPU.built() == built
 
 
 def test_a_torch_without_xpu(monkeypatch):
     monkeypatch.delattr(torch, "xpu")
-    assert _built_for_xpu() is False
-    assert _count(DeviceKind.XPU, None, lambda: torch.xpu.device_count()).count == 0
+    assert XPU.built() is None
+    assert XPU.probe().count == 0
 
 
 def test_a_probe_that_raises_is_a_reason(monkeypatch):
     def device_count():
         raise RuntimeError("Level Zero: no driver")
 
-    monkeypatch.setattr(torch, "xpu", types.SimpleNamespace(device_count=device_count))
-    probe = _count(DeviceKind.XPU, "XPU", lambda: torch.xpu.device_count())
+    monkeypatch.setattr(torch, "xpu", types.SimpleNamespace(device_count=device_count, _is_compiled=lambda: True))
+    probe = XPU.probe()
     assert probe.count == 0
     assert "counting its devices failed: Level Zero: no driver" in probe.reason
 
 
-def test_no_extension_is_needed():
+def test_no_extension_is_needed(monkeypatch):
     """torch with native XPU and no IPEX: offered, and served by our rows."""
-    assert _count(DeviceKind.XPU, "XPU", lambda: 2) == Probe(DeviceKind.XPU, 2, "built for XPU; 2 visible")
-    found = DeviceFacts(
-        DeviceKind.XPU,
-        "PVC",
-        packages={"triton": Package("3.3.0", backends=("intel",)), "ipex": Package(problem="not installed")},
-    )
-    for op in TABLE:
+    xpu = types.SimpleNamespace(device_count=lambda: 2, _is_compiled=lambda: True)
+    monkeypatch.setattr(torch, "xpu", xpu)
+    assert XPU.probe().reason == "built for XPU; 2 visible"
+    packages = {"triton": Package("3.3.0"), "ipex": Package(problem="not installed")}
+    found = DeviceFacts(XPU, "PVC", packages=packages)
+    for op in OPS:
         # Packed pages are for CPUs.
         assert select(op, found).row.name == ("reference" if op.endswith("_packed") else "triton")
 

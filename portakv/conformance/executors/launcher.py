@@ -14,24 +14,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
 
 from portakv.compile import Target
 from portakv.conformance.executors.memory import Memory
+from portakv.device import Gpu
 from portakv.formats import Variant
 from portakv.kernels import _triton
 from portakv.kernels._triton.launch import Launcher, Source, compile_source
 
 Tensor = torch.Tensor
 
-EXECUTORS = {"cuda": ("ptx", "ptx"), "hip": ("gcn", "amdgcn"), "xpu": ("spirv", "spv")}
-"""Triton's backends: the module beside this one that executes their code, and the name of the code in `asm`."""
 
-
-def load_executor(backend: str) -> tuple[ModuleType, str]:
-    """The module that executes a backend's code, prepared, and the code's name. Raises `ModuleNotFoundError`."""
-    module, code = EXECUTORS[backend]
-    executor = importlib.import_module(f"portakv.conformance.executors.{module}")
+def load_executor(gpu: Gpu) -> tuple[ModuleType, str]:
+    """The module that executes code for `gpu`, prepared, and the code's name. Raises `ModuleNotFoundError`."""
+    module, code = gpu.executor
+    executor = importlib.import_module(module)
     if hasattr(executor, "prepare"):
         executor.prepare()
     return executor, code
@@ -40,13 +37,13 @@ def load_executor(backend: str) -> tuple[ModuleType, str]:
 class ExecutedKernel:
     """Stands where `launch.Kernel` does: called with a grid, CPU tensors and the int scalars."""
 
-    def __init__(self, source: Source, target: GPUTarget, launcher: ExecutingLauncher) -> None:
+    def __init__(self, source: Source, target: Target, launcher: ExecutingLauncher) -> None:
         self.rows, self.chunks = source.rows, source.chunks
         # Before it compiles: Intel's executor tells Triton what it must leave out.
-        self._executor, code = load_executor(target.backend)
-        compiled = compile_source(source, target)
+        self._executor, code = load_executor(target.gpu)
+        compiled = compile_source(source, target.triton())
         self._program = self._executor.parse(compiled.asm[code])
-        self._threads = compiled.metadata.num_warps * target.warp_size
+        self._threads = compiled.metadata.num_warps * target.lanes
         self._shared = compiled.metadata.shared
         self._launcher = launcher
 
@@ -66,16 +63,17 @@ class ExecutingLauncher(Launcher):
     """
 
     def __init__(self, target: Target, schedule: random.Random | None = None) -> None:
-        self.target = target.triton()
-        self.folder: ModuleType = importlib.import_module(f"portakv.kernels.{self.target.backend}")
-        super().__init__(self.target.backend, _triton.SOURCES, self.folder.TILES)
+        own = target.launcher()
+        super().__init__(own.backend, _triton.SOURCES, own.tiles)
+        self.target = target
         self.schedule = schedule
         self.races = False
 
     def _build(self, variant: Variant, device: torch.device) -> Any:
-        return ExecutedKernel(self.source(variant, self.target.warp_size), self.target, self)
+        return ExecutedKernel(self.source(variant, self.target.lanes), self.target, self)
 
 
 def bind(op: str, launcher: ExecutingLauncher) -> Callable[..., None]:
     """The op as the launcher's device folder has it, on this launcher."""
-    return functools.partial(getattr(launcher.folder, op).func, launcher)
+    folder = importlib.import_module("portakv.kernels.cuda.kernels")
+    return functools.partial(getattr(folder, op).func, launcher)

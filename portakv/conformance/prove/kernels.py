@@ -64,7 +64,7 @@ class Subject:
 
     @classmethod
     def compile(cls, variant: Variant, target: Target) -> Subject:
-        launcher = importlib.import_module(f"portakv.kernels.{target.kind.value}").LAUNCHER
+        launcher = target.launcher()
         source = launcher.source(variant, target.lanes)
         return cls.of(variant, source, launcher.compile_ttir(variant, target.triton()))
 

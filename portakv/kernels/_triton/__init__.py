@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from portakv.device import Gpu
 from portakv.kernels._triton import (
     build_read,
     cast_loc,
@@ -14,6 +17,8 @@ from portakv.kernels._triton import (
     store_kv_rope,
     translate_loc,
 )
+from portakv.kernels._triton.launch import Launcher
+from portakv.kernels._triton.rows import Tile
 
 SOURCES = {
     "translate_loc": translate_loc.source,
@@ -29,3 +34,9 @@ SOURCES = {
     "gather_kv_flashmla": gather_flashmla.source,
 }
 """How each op's variants become kernels."""
+
+
+@functools.cache
+def launcher(gpu: Gpu) -> Launcher:
+    """The one launcher of a device's kernels."""
+    return Launcher(gpu.backend, SOURCES, {lanes: tuple(Tile(*x) for x in of) for lanes, of in gpu.tiles.items()})

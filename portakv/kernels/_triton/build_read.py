@@ -66,7 +66,7 @@ def launch(
     num_slots: int,
     fmt: ReadFormat,
 ) -> None:
-    """`portakv.kernels.reference.build_read`, whose docstring is the contract."""
+    """`portakv.kernels.reference.rows.build_read`, whose docstring is the contract."""
     structure = fmt.structure
     # Pages are rows of every `step`-th slot.
     step, structure = (fmt.page_size, Structure.ROWS) if structure is Structure.PAGES else (1, structure)

@@ -26,7 +26,7 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
 
 
 def launch(launcher: Launcher, loc: Tensor, out: Tensor, faults: Tensor) -> None:
-    """`portakv.kernels.reference.cast_loc`, whose docstring is the contract."""
+    """`portakv.kernels.reference.rows.cast_loc`, whose docstring is the contract."""
     length = out.shape[0]
     if length == 0:
         return

@@ -34,7 +34,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference_flashmla.gather_kv_flashmla` has the contract."""
+    """`portakv.kernels.reference.flashmla.gather_kv_flashmla` has the contract."""
     tensors = (k_cache, v_cache, k_out, v_out)
     launch_blocks(launcher, "gather_kv_flashmla", (k_out, v_out), (k_cache, v_cache), tensors, loc, faults, fmt)
 

@@ -56,7 +56,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference.move_kv`, whose docstring is the contract. `tgt` and `src` share a dtype."""
+    """`portakv.kernels.reference.rows.move_kv`, whose docstring is the contract. `tgt` and `src` share a dtype."""
     num_layers, num_tokens = k_caches.shape[0], tgt.shape[0]
     if num_tokens == 0 or num_layers == 0:
         return

@@ -21,7 +21,7 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
 
 
 def launch(launcher: Launcher, mapping: Tensor, slots: Tensor, values: Tensor) -> None:
-    """`portakv.kernels.reference.patch_map`, whose docstring is the contract. A slot outside the mapping is
+    """`portakv.kernels.reference.rows.patch_map`, whose docstring is the contract. A slot outside the mapping is
     left alone."""
     num_slots = slots.shape[0]
     if num_slots == 0:

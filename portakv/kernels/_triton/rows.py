@@ -4,7 +4,7 @@
 To a kernel a row is one head of one token: row r is head `r % HEADS` of token `r // HEADS`. A program moves
 `ROWS` rows by a block of columns, of both K and V. A column is an element, or, where bytes move unchanged,
 an integer as wide as the variant's alignment allows; four of 32 bits make the 16-byte access of one lane. Rows of one
-slot are written in any order, column by column: what that leaves of them says `portakv.kernels.reference`.
+slot are written in any order, column by column: what that leaves of them says `portakv.kernels.reference.rows`.
 """
 
 from __future__ import annotations

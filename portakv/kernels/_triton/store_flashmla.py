@@ -106,7 +106,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference_flashmla.store_kv_flashmla` has the contract."""
+    """`portakv.kernels.reference.flashmla.store_kv_flashmla` has the contract."""
     launch_blocks(launcher, "store_kv_flashmla", (k, v), (k_cache, v_cache), (k, v, k_cache, v_cache), loc, faults, fmt)
 
 
@@ -125,7 +125,7 @@ def launch_rope(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference_flashmla.store_kv_rope_flashmla` has the contract; here positions are dense."""
+    """`portakv.kernels.reference.flashmla.store_kv_rope_flashmla` has the contract; here positions are dense."""
     rope = cos_sin, positions, interleaved
     tensors = (k, v, k_cache, v_cache)
     launch_blocks(launcher, "store_kv_rope_flashmla", (k, v), (k_cache, v_cache), tensors, loc, faults, fmt, rope)

@@ -56,7 +56,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference.store_kv` has the contract; here K and V share one dtype and one paging."""
+    """`portakv.kernels.reference.rows.store_kv` has the contract; here K and V share one dtype and one paging."""
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return

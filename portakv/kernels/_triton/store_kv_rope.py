@@ -89,7 +89,7 @@ def launch(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference.store_kv_rope` has the contract; here K and V share one dtype and one paging, and
+    """`portakv.kernels.reference.rows.store_kv_rope` has the contract; here K and V share one dtype and one paging, and
     positions are dense."""
     num_tokens = loc.shape[0]
     if num_tokens == 0:

@@ -49,7 +49,7 @@ def launch(
     loc_twin: Tensor | None,
     faults: Tensor,
 ) -> None:
-    """`portakv.kernels.reference.translate_loc`, whose docstring is the contract. The outs share a dtype."""
+    """`portakv.kernels.reference.rows.translate_loc`, whose docstring is the contract. The outs share a dtype."""
     if loc_out is not None and loc_out.dtype != swa_out.dtype:
         raise TypeError(f"loc_out: expected the dtype of swa_out, {swa_out.dtype}, got {loc_out.dtype}")
     outs = (swa_out, loc_out, swa_twin, loc_twin)

@@ -1,6 +1,6 @@
 // The Python functions of the CPU kernels: arguments are checked here, before anything is written.
 //
-// Signatures and meaning are those of portakv/kernels/reference.py.
+// Signatures and meaning are those of portakv/kernels/reference/rows.py.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -234,7 +234,7 @@ NB_MODULE(_native, m) {
     kernels = runnable().front();
     init_arguments();
 
-    m.doc() = "The ops of portakv.kernels.reference on CPU tensors.";
+    m.doc() = "The ops of portakv.kernels.reference.rows on CPU tensors.";
     // None is let through to the functions, whose refusals name the argument.
     auto arg = [](const char* name) { return nb::arg(name).none(); };
     m.def("translate_loc", &translate_loc, arg("mapping"), arg("loc"), arg("swa_out"), arg("loc_out"), arg("swa_twin"),

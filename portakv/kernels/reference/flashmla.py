@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from portakv.formats import FP8_DIALECTS, KVFormat, Layout
-from portakv.kernels.reference import (
+from portakv.kernels.reference.rows import (
     as_bytes,
     by_value,
     count_rows,

@@ -32,7 +32,7 @@ def store_kv(
     faults: Tensor,
     fmt: KVFormat,
 ) -> None:
-    """`portakv.kernels.reference.store_kv` has the contract; here for unquantised formats of one head dim only."""
+    """`portakv.kernels.reference.rows.store_kv` has the contract; here for unquantised formats of one head dim only."""
     if loc.shape[0] == 0:
         return
     # "auto" is the caches' own dtype; the scales of K and V are for fp8.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from portakv.formats import KVFormat, Layout
-from portakv.kernels.reference import convert, readable_slots, restore, writable_slots
+from portakv.kernels.reference.rows import convert, readable_slots, restore, writable_slots
 
 Tensor = torch.Tensor
 
