@@ -16,6 +16,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar, cast
 import numpy as np
 import torch
 
+from portakv import device as devices
 from portakv.arguments import shown
 from portakv.arrays import (
     Bools,
@@ -109,7 +110,8 @@ class HybridSlotAllocator:
     Python cannot give back is a result that is on its way: an interrupt while a call returns leaves its slots handed
     out. Calls of several threads wait for each other; each thread frees what it took. There are no copies.
 
-    Raises `ValueError` or `TypeError` for sizes that are no positive integers or could never serve a request.
+    Raises `ValueError` or `TypeError` for sizes that are no positive integers or could never serve a request, and
+    `OutOfMemory` before anything is taken.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ class HybridSlotAllocator:
                 f"swa_size: expected at least {need} slots (a window and a page, at most size), "
                 f"got {swa_size}, which is {self.swa_size} in whole pages"
             )
-        self._pages = HybridPages(self.size, self.swa_size, page, on_patch)
+        needs = {torch.device("cpu"): self.host_bytes(self.size, self.swa_size, page)}
+        self._pages = devices.allocate(lambda: HybridPages(self.size, self.swa_size, page, on_patch), needs)
         self.mapping = self._pages.mapping
         self._fill, self._peer = self._pages.fill, self._pages.peer  # the same arrays
         self._lock = threading.RLock()

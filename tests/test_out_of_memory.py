@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from portakv import HybridKVPool, LayerSpec, OutOfMemory, PortaKVError, host_memory
+from portakv import HybridKVPool, HybridSlotAllocator, LayerSpec, OutOfMemory, PortaKVError, host_memory
 from portakv import device as devices
 
 LAYERS = [LayerSpec(None, 2, 16), LayerSpec(8, 2, 16), LayerSpec(None, 1, 24, 8)]
@@ -81,6 +81,13 @@ def test_a_pool_of_absurd_size_is_refused_at_once(size: int, sides: dict[str, in
 def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+@pytest.mark.parametrize("swa_size", [None, 10**11])
+def test_an_allocator_on_its_own_asks_too(swa_size: int | None) -> None:
+    with pytest.raises(OutOfMemory) as error:
+        HybridSlotAllocator(10**11, swa_size)
+    assert error.value.asked == HybridSlotAllocator.host_bytes(10**11, swa_size, 1)
 
 
 def test_plans_and_graph_buffers(left: Callable[[int | None], None]) -> None:
