@@ -24,11 +24,11 @@ from portakv.conformance.prove.launches import LAUNCHES
 from portakv.conformance.prove.program import UnknownOp
 from portakv.formats import KVFormat, Structure, Variant
 from portakv.kernels import cuda
-from portakv.kernels._triton import SOURCES
+from portakv.kernels._triton import OPS
 
 SM_90 = Target.parse("sm_90")
 KINDS = [
-    *(op for op in SOURCES if op != "build_read"),
+    *(op for op in OPS if op != "build_read"),
     *(f"build_read {s.value}" for s in Structure if s.value != "pages"),
 ]
 
@@ -55,7 +55,7 @@ def test_a_few_variants_of_each_op_are_proved(kind: str, at: int) -> None:
 
 
 def test_the_list_is_complete() -> None:
-    assert set(LAUNCHES) == set(SOURCES) == {v.op for v in kernels.all_variants()}
+    assert set(LAUNCHES) == set(OPS) == {v.op for v in kernels.all_variants()}
 
 
 def test_kernels_that_differ_in_data_alone_are_one() -> None:

@@ -1,15 +1,14 @@
 """A device's own launch functions on its compiled kernels, executed without the device on CPU tensors.
 
-kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
+kernel = ExecutingLauncher(Target.parse("sm_90")).bind("store_kv")
 testing.check("store_kv", kernel, case, torch.device("cpu"))
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -67,15 +66,10 @@ class ExecutingLauncher(Launcher):
 
     def __init__(self, target: Target, schedule: random.Random | None = None) -> None:
         self.target = target.triton()
-        self.folder: ModuleType = importlib.import_module(f"portakv.kernels.{self.target.backend}")
-        super().__init__(self.target.backend, _triton.SOURCES, self.folder.TILES)
+        folder: ModuleType = importlib.import_module(f"portakv.kernels.{self.target.backend}")
+        super().__init__(self.target.backend, _triton.OPS, folder.TILES)
         self.schedule = schedule
         self.races = False
 
     def _build(self, variant: Variant, device: torch.device) -> Any:
         return ExecutedKernel(self.source(variant, self.target.warp_size), self.target, self)
-
-
-def bind(op: str, launcher: ExecutingLauncher) -> Callable[..., None]:
-    """The op as the launcher's device folder has it, on this launcher."""
-    return functools.partial(getattr(launcher.folder, op).func, launcher)

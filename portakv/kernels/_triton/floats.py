@@ -16,20 +16,29 @@ import triton.language as tl
 
 from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 
+UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float's bit layout.
+    """A float's bit layout, and the integer type `unit` that rows of it are moved in.
 
-    `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a conversion
-    saturates to, 0 where it overflows to infinity.
+    An item has `item` bytes, and is one unit unless bytes move unchanged. `inf` is the pattern of infinity, 0 where
+    there is none; `max` the float32 bits that a conversion saturates to, 0 where it overflows to infinity.
     """
 
+    item: int
     mantissa: int
     bias: int
     inf: int
     nan: int
     max: int
+    unit: tl.dtype
+
+    @property
+    def value(self) -> Float:
+        """Itself: a compiled kernel has the float in a `tl.constexpr`, whose `value` it is, an interpreted one bare."""
+        return self
 
 
 def _float32_bits(x: float) -> int:
@@ -37,19 +46,22 @@ def _float32_bits(x: float) -> int:
 
 
 FLOATS = {
-    torch.float32: Float(23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0),
-    torch.float16: Float(10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0),
-    torch.bfloat16: Float(7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0),
+    torch.float32: Float(4, 23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0, tl.int32),
+    torch.float16: Float(2, 10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0, tl.int16),
+    torch.bfloat16: Float(2, 7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0, tl.int16),
 }
 for _dtype, _fp8 in FP8_DIALECTS.items():
     _inf = 0x7C if _dtype is torch.float8_e5m2 else 0
-    FLOATS[_dtype] = Float(_fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max))
+    _bits = _fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max)
+    FLOATS[_dtype] = Float(1, *_bits, tl.int8)
 
 
 @triton.jit
-def decode(raw, MANTISSA: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, NAN: tl.constexpr):
-    """The exact float32 value of `raw`, an integer of the float's width; NaN becomes some NaN."""
-    BITS: tl.constexpr = raw.dtype.primitive_bitwidth
+def decode(raw, FLOAT: tl.constexpr):
+    """The exact float32 value of `raw`, a float's units; NaN becomes some NaN."""
+    BITS: tl.constexpr = 8 * FLOAT.value.item
+    BIAS: tl.constexpr = FLOAT.value.bias
+    MANTISSA: tl.constexpr = FLOAT.value.mantissa
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = raw.to(tl.int32)
     if BITS < 32:
@@ -61,32 +73,27 @@ def decode(raw, MANTISSA: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, N
             step = tl.full([], (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)
             subnormal = (magnitude.to(tl.float32) * step).to(tl.int32, bitcast=True)
             wide = tl.where(magnitude < (1 << MANTISSA), subnormal, wide)
-        if INF != 0:
-            wide = tl.where(magnitude >= INF, (magnitude << SHIFT) | 0x7F800000, wide)
+        if FLOAT.value.inf != 0:
+            wide = tl.where(magnitude >= FLOAT.value.inf, (magnitude << SHIFT) | 0x7F800000, wide)
         else:
-            wide = tl.where((magnitude == NAN) | (word == NAN), 0x7FC00000, wide)
+            wide = tl.where((magnitude == FLOAT.value.nan) | (word == FLOAT.value.nan), 0x7FC00000, wide)
         word = wide | ((word >> (BITS - 1)) << 31)
     return word.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def encode(
-    x,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INF: tl.constexpr,
-    NAN: tl.constexpr,
-    MAX: tl.constexpr,
-):
-    """float32 `x` as an int32 whose low `BITS` bits are the float: to nearest even, any NaN as `NAN`."""
+def encode(x, FLOAT: tl.constexpr):
+    """float32 `x` as a float's units: to nearest even, any NaN as its NaN."""
+    BITS: tl.constexpr = 8 * FLOAT.value.item
+    BIAS: tl.constexpr = FLOAT.value.bias
+    MANTISSA: tl.constexpr = FLOAT.value.mantissa
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = x.to(tl.int32, bitcast=True)
     magnitude = word & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     if BITS < 32:
-        if MAX != 0:
-            magnitude = tl.minimum(magnitude, MAX)
+        if FLOAT.value.max != 0:
+            magnitude = tl.minimum(magnitude, FLOAT.value.max)
         half = ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
         out = ((magnitude + half) >> SHIFT) - ((127 - BIAS) << MANTISSA)
         if BIAS != 127:
@@ -95,10 +102,10 @@ def encode(
             rounded = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
             subnormal = rounded - ((151 - BIAS - MANTISSA) << 23)
             out = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, out)
-        if MAX == 0:
-            out = tl.minimum(out, INF)
+        if FLOAT.value.max == 0:
+            out = tl.minimum(out, FLOAT.value.inf)
         sign = ((word >> 31) & 1) << (BITS - 1)
-        if NAN == 1 << (BITS - 1):  # fnuz: the pattern of -0 is the NaN
+        if FLOAT.value.nan == 1 << (BITS - 1):  # fnuz: the pattern of -0 is the NaN
             sign = tl.where(out == 0, 0, sign)
         word = out | sign
-    return tl.where(is_nan, NAN, word)
+    return tl.where(is_nan, FLOAT.value.nan, word).to(FLOAT.value.unit)
