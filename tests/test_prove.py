@@ -16,6 +16,7 @@ pytest.importorskip("z3", reason="the extra prove; CI installs it and runs this 
 
 from portakv import cli
 from portakv.compile import Target
+from portakv.conformance import mutations
 from portakv.conformance.prove import kernels, mutants, ttir
 from portakv.conformance.prove import launch as launch_module
 from portakv.conformance.prove.kernels import Subject
@@ -24,7 +25,7 @@ from portakv.conformance.prove.launches import LAUNCHES
 from portakv.conformance.prove.program import UnknownOp
 from portakv.formats import KVFormat, Structure, Variant
 from portakv.kernels import cuda
-from portakv.kernels._triton import OPS
+from portakv.kernels._triton import OPS, launch
 
 SM_90 = Target.parse("sm_90")
 KINDS = [
@@ -119,6 +120,15 @@ def test_a_slot_twice_is_written_twice(kind: str, monkeypatch: pytest.MonkeyPatc
     of = subject(kind)
     relaunched(monkeypatch, of.variant.op, lambda launch: launch.distinct.clear())
     assert any("write different bytes: refuted" in x for x in problems(of))
+
+
+@pytest.mark.parametrize("op", mutations.find("a 32-bit offset").text)
+def test_an_offset_cut_to_32_bits_is_refuted(op: str) -> None:
+    """On its way, that is: what reaches a pointer has 64 bits again, or the kernel would not compile."""
+    variant = next(v for v in variants(op) if v.index_dtype is torch.int64)
+    source = mutations.BrokenLauncher(SM_90, mutations.find("a 32-bit offset")).source(variant, 32)
+    of = Subject.of(variant, source, launch.compile_ttir(source, SM_90.triton()))
+    assert any("stays inside: refuted" in x for x in problems(of))
 
 
 SURVIVORS = {

@@ -59,9 +59,12 @@ for _dtype, _fp8 in FP8_DIALECTS.items():
 @triton.jit
 def decode(raw, FLOAT: tl.constexpr):
     """The exact float32 value of `raw`, a float's units; NaN becomes some NaN."""
+    # Constexprs of their own: Triton 3.3 cannot compare the plain ints that they are.
     BITS: tl.constexpr = 8 * FLOAT.value.item
-    BIAS: tl.constexpr = FLOAT.value.bias
     MANTISSA: tl.constexpr = FLOAT.value.mantissa
+    BIAS: tl.constexpr = FLOAT.value.bias
+    INF: tl.constexpr = FLOAT.value.inf
+    NAN: tl.constexpr = FLOAT.value.nan
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = raw.to(tl.int32)
     if BITS < 32:
@@ -73,10 +76,10 @@ def decode(raw, FLOAT: tl.constexpr):
             step = tl.full([], (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)
             subnormal = (magnitude.to(tl.float32) * step).to(tl.int32, bitcast=True)
             wide = tl.where(magnitude < (1 << MANTISSA), subnormal, wide)
-        if FLOAT.value.inf != 0:
-            wide = tl.where(magnitude >= FLOAT.value.inf, (magnitude << SHIFT) | 0x7F800000, wide)
+        if INF != 0:
+            wide = tl.where(magnitude >= INF, (magnitude << SHIFT) | 0x7F800000, wide)
         else:
-            wide = tl.where((magnitude == FLOAT.value.nan) | (word == FLOAT.value.nan), 0x7FC00000, wide)
+            wide = tl.where((magnitude == NAN) | (word == NAN), 0x7FC00000, wide)
         word = wide | ((word >> (BITS - 1)) << 31)
     return word.to(tl.float32, bitcast=True)
 
@@ -85,15 +88,18 @@ def decode(raw, FLOAT: tl.constexpr):
 def encode(x, FLOAT: tl.constexpr):
     """float32 `x` as a float's units: to nearest even, any NaN as its NaN."""
     BITS: tl.constexpr = 8 * FLOAT.value.item
-    BIAS: tl.constexpr = FLOAT.value.bias
     MANTISSA: tl.constexpr = FLOAT.value.mantissa
+    BIAS: tl.constexpr = FLOAT.value.bias
+    INF: tl.constexpr = FLOAT.value.inf
+    NAN: tl.constexpr = FLOAT.value.nan
+    MAX: tl.constexpr = FLOAT.value.max
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = x.to(tl.int32, bitcast=True)
     magnitude = word & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     if BITS < 32:
-        if FLOAT.value.max != 0:
-            magnitude = tl.minimum(magnitude, FLOAT.value.max)
+        if MAX != 0:
+            magnitude = tl.minimum(magnitude, MAX)
         half = ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
         out = ((magnitude + half) >> SHIFT) - ((127 - BIAS) << MANTISSA)
         if BIAS != 127:
@@ -102,10 +108,10 @@ def encode(x, FLOAT: tl.constexpr):
             rounded = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
             subnormal = rounded - ((151 - BIAS - MANTISSA) << 23)
             out = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, out)
-        if FLOAT.value.max == 0:
-            out = tl.minimum(out, FLOAT.value.inf)
+        if MAX == 0:
+            out = tl.minimum(out, INF)
         sign = ((word >> 31) & 1) << (BITS - 1)
-        if FLOAT.value.nan == 1 << (BITS - 1):  # fnuz: the pattern of -0 is the NaN
+        if NAN == 1 << (BITS - 1):  # fnuz: the pattern of -0 is the NaN
             sign = tl.where(out == 0, 0, sign)
         word = out | sign
-    return tl.where(is_nan, FLOAT.value.nan, word).to(FLOAT.value.unit)
+    return tl.where(is_nan, NAN, word).to(FLOAT.value.unit)

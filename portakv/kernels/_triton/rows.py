@@ -147,8 +147,8 @@ def check_pair(
 @triton.jit
 def row_pointers(base, offset, column, FLOAT: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers `[rows, columns]` to units of `FLOAT`; a row starts `offset` items after `base`."""
-    UNIT: tl.constexpr = FLOAT.value.unit
+    base = base.to(tl.pointer_type(FLOAT.value.unit))
     if ALIGNED:
         # As a number of vectors times their width, which is how the compiler learns that it is aligned.
-        offset = ((offset * FLOAT.value.item) >> 4) * (128 // UNIT.primitive_bitwidth)
-    return pointers(base.to(tl.pointer_type(UNIT)), offset)[:, None] + column[None, :]
+        offset = ((offset * FLOAT.value.item) >> 4) * (128 // base.dtype.element_ty.primitive_bitwidth)
+    return pointers(base, offset)[:, None] + column[None, :]
