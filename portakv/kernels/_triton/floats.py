@@ -16,8 +16,6 @@ import triton.language as tl
 
 from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 
-UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-
 
 @dataclass(frozen=True, slots=True)
 class Float:

@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 
 from portakv.formats import VECTOR_BYTES, KVFormat
-from portakv.kernels._triton.floats import FLOATS, UNITS
+from portakv.kernels._triton.floats import FLOATS
 from portakv.kernels._triton.slots import pointers
+
+UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 MOST_ROWS = 1 << 31
 """Of one launch: kernels count rows in 32 bits, and a row past the last one of a full program must still fit."""
