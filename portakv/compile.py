@@ -21,7 +21,6 @@ from portakv.device import Gpu
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Layout, Variant, list_variants
 from portakv.groups import plan_groups
-from portakv.inspection import slot_offsets
 from portakv.kernels import load
 from portakv.layers import LayerSpec, check_positive
 
@@ -166,8 +165,7 @@ class Report:
 
     Of one lane: `registers` (vector registers on AMD), `spills` of them, `local_bytes` of local or scratch memory, and
     the bytes of its widest load and store of global memory; `instructions` of the machine. None where the target's code
-    does not say. `slot_offsets` counts the pointer offsets that derive from a slot; `vectors` says whether all rows
-    move in accesses of 16 bytes, None where they need not.
+    does not say. `vectors` says whether all rows move in accesses of 16 bytes, None where they need not.
     """
 
     op: str
@@ -177,7 +175,6 @@ class Report:
     registers: int | None = None
     spills: int | None = None
     local_bytes: int | None = None
-    slot_offsets: int = 0
     vectors: bool | None = None
     seconds: float = 0.0
     load_bytes: int | None = None
@@ -239,17 +236,14 @@ def compile_variant(variant: Variant, target: Target) -> Report:
         code = load(target.gpu.code)(compiled)
     except Exception as e:
         return Report(*names, (f"{type(e).__name__}: {' '.join(str(e).split())}",), seconds=time.perf_counter() - start)
-    count, problems = slot_offsets(compiled.asm["ttir"], launcher.source(variant, target.lanes).fn.arg_names)
-    if count == 0 and variant.op != "cast_loc":
-        problems.append("no pointer offset was found to derive from a slot")
-    problems += code.problems
+    problems = [*code.problems]
     if code.spills or code.local_bytes or compiled.metadata.shared > EXCHANGED_BYTES.get(variant.op, 0):
         problems.append(f"{code.spills} spills, {code.local_bytes} bytes local, {compiled.metadata.shared} shared")
     vectors = code.moves_vectors if needs_vectors(variant) else None
     if vectors is False:
         problems.append(f"rows are not moved by 16 bytes: loads {dict(code.loads)}, stores {dict(code.stores)}")
     return Report(
-        *(*names, tuple(problems), code.registers, code.spills, code.local_bytes, count, vectors),
+        *(*names, tuple(problems), code.registers, code.spills, code.local_bytes, vectors),
         *(time.perf_counter() - start, max(code.loads, default=0), max(code.stores, default=0), code.instructions),
     )
 
@@ -266,12 +260,12 @@ EXCHANGED_BYTES = {"store_kv_flashmla": 64, "store_kv_rope": 8192, "store_kv_rop
 """Shared memory that a kernel may use: the scales of a program's blocks go from the lanes that made them to others;
 Triton before 3.9 lays an element and its partner out differently, and brings them together there."""
 
-COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "offsets", "by 16 B")
+COLUMNS = ("target", "Triton", "ok", "regs", "spills", "local B", "by 16 B")
 
 
 def summarize(reports: Sequence[Report]) -> Iterator[tuple[str, ...]]:
-    """`COLUMNS` of each target: the most registers, spills and local bytes of any variant; how many slot offsets there
-    are, and how many of the row movers that must move 16 bytes at a time do."""
+    """`COLUMNS` of each target: the most registers, spills and local bytes of any variant, and how many of the row
+    movers that must move 16 bytes at a time do."""
     version = triton_version()
     for target in dict.fromkeys(report.target for report in reports):
         mine = [report for report in reports if report.target == target]
@@ -280,10 +274,7 @@ def summarize(reports: Sequence[Report]) -> Iterator[tuple[str, ...]]:
             for name in ("registers", "spills", "local_bytes")
         ]
         moved = [r.vectors for r in mine if r.vectors is not None]
-        yield (
-            *(target, version, f"{sum(r.ok for r in mine)}/{len(mine)}", *largest),
-            *(str(sum(r.slot_offsets for r in mine)), f"{sum(moved)}/{len(moved)}"),
-        )
+        yield target, version, f"{sum(r.ok for r in mine)}/{len(mine)}", *largest, f"{sum(moved)}/{len(moved)}"
 
 
 def update_table(page: str, rows: Iterable[tuple[str, ...]]) -> str:

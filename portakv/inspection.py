@@ -1,4 +1,4 @@
-"""What the code of a compiled Triton kernel shows: address widths, registers, spills, and the width of its accesses."""
+"""What the code of a compiled Triton kernel shows: registers, spills, and the width of its accesses."""
 
 from __future__ import annotations
 
@@ -7,62 +7,11 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from portakv.formats import VECTOR_BYTES
-
-SLOT_ARGUMENTS = frozenset(("loc", "tgt", "src", "slots", "table", "rows"))
-"""The kernels' arguments that point at slots, or at rows of a table of slots."""
-
-
-def slot_offsets(ttir: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """How many pointer offsets derive from a slot, and those that are, or on their way were, narrower than 64 bits.
-
-    `arguments` are the kernel's, in order. Types are read before the GPU's code is made, where a correct kernel may
-    split an address into a 64-bit base and a narrow offset.
-    """
-    pointers: set[str] = set()  # to slots
-    slots: set[str] = set()  # what derives from a slot, and so may be part of an offset
-    narrow: set[str] = set()  # of those, what was computed in less than 64 bits
-    branches: list[str] = []
-    count, problems = 0, []
-    for line in ttir.splitlines():
-        if "tt.func" in line:
-            # Constexprs, which come last, are no parameters.
-            parameters = zip(re.findall(r"(%\w+): ", line), arguments, strict=False)
-            pointers = {parameter for parameter, name in parameters if name in SLOT_ARGUMENTS}
-            continue
-        line = line.split(" loc(")[0].strip()
-        assigned = re.match(r"(%\w+)(?::\d+)? = (.*)", line)
-        result, body = assigned.groups() if assigned else ("", line)
-        operands = re.findall(r"%\w+", body)
-        if "scf.if" in body:
-            branches.append(result)
-        elif "scf.yield" in body and branches:
-            result = branches[-1]
-        elif line == "}" and branches:
-            branches.pop()
-        if body.startswith("tt.addptr"):
-            if operands[1] in slots:
-                count += 1
-                if operands[1] in narrow or not re.search(r"i64>?$", line):
-                    problems.append(f"an offset that derives from a slot is not 64-bit: {line}")
-            if pointers & set(operands):
-                pointers.add(result)
-        elif body.startswith("tt.load"):
-            if operands[0] in pointers:
-                slots.add(result)
-        elif pointers & set(operands):
-            pointers.add(result)
-        elif slots & set(operands):
-            slots.add(result)
-            arithmetic = re.match(r"arith\.(trunc|add|sub|mul|div|rem|sh)", body)
-            if narrow & set(operands) or (arithmetic and not re.search(r"i64>?$", line)):
-                narrow.add(result)
-    return count, problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[compiled.Task], bool
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", _triton.SOURCES)
+@pytest.mark.parametrize("op", _triton.OPS)
 def test_cases_are_equal(target: str, op: str) -> None:
     cases = [case for case in compiled.cases_of(op) if case.tokens > 1][::40]
     assert compiled.check_cases(target, op, cases) == len(cases) > 0
@@ -56,12 +56,12 @@ def test_every_kernel_broken_on_purpose_is_caught(target: str, mutation: mutatio
 
 def test_every_op_is_broken() -> None:
     broken = list(compiled.broken(Target.parse("sm_90")))
-    assert {op for _, op in broken} == set(_triton.SOURCES)
+    assert {op for _, op in broken} == set(_triton.OPS)
     masks = {op for mutation, op in broken if mutation.name == "a missing mask"}
-    assert masks == set(_triton.SOURCES)
+    assert masks == set(_triton.OPS)
     # cast_loc adds no slot to an address.
     offsets = {op for mutation, op in broken if mutation.name == "a 32-bit offset"}
-    assert offsets == set(_triton.SOURCES) - {"cast_loc"}
+    assert offsets == set(_triton.OPS) - {"cast_loc"}
 
 
 def test_a_mutation_that_does_nothing_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +92,14 @@ def test_lines_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown["versions"]["triton"]
     lines = [outcome["op"] for outcome in shown["outcomes"]]
     extra = ["every 16-bit pattern", "rows past 2^32", "graph buffers filled inside", "warps in random order"]
-    assert lines == [*_triton.SOURCES, *extra]
+    assert lines == [*_triton.OPS, *extra]
     for outcome in shown["outcomes"]:
         assert outcome["row"] == "sm_90"
         assert outcome["cases"] == outcome["total"] > 0
 
 
 def test_every_case_and_format_is_a_task() -> None:
-    cases = {op: len(compiled.cases_of(op)) for op in _triton.SOURCES}
+    cases = {op: len(compiled.cases_of(op)) for op in _triton.OPS}
     for target in TARGETS:
         listed = compiled.tasks(Target.parse(target))
         assert {op: sum(t.cases for t in listed if t.line == op) for op in cases} == cases

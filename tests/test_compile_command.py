@@ -37,7 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Target]]:
 
     def compile_all(targets: Any, formats: Any, on_report: Any) -> list[Report]:
         asked.extend((tuple(formats), target) for target in targets)
-        return [Report("move_kv", "any", target.name, (), 40, 0, 0, 2, True, 0.5) for target in targets]
+        return [Report("move_kv", "any", target.name, (), 40, 0, 0, True, 0.5) for target in targets]
 
     monkeypatch.setattr(compilation, "compile_all", compile_all)
     return asked
@@ -213,7 +213,7 @@ def test_updates_only_the_rows_of_its_targets(invoke: Invoke, compiled: list[Any
         ["| gfx942", triton.__version__],
         ["| pvc", "old"],
     ]
-    assert rows[0] == f"| sm_90 | {triton.__version__} | 1/1 | 40 | 0 | 0 | 2 | 1/1 |"
+    assert rows[0] == f"| sm_90 | {triton.__version__} | 1/1 | 40 | 0 | 0 | 1/1 |"
 
 
 def test_refuses_a_page_without_the_table(invoke: Invoke, compiled: list[Any], tmp_path: Path) -> None:
@@ -225,13 +225,13 @@ def test_refuses_a_page_without_the_table(invoke: Invoke, compiled: list[Any], t
 
 
 def test_summary_takes_the_worst_and_counts_the_failed() -> None:
-    good = Report("move_kv", "a", "gfx942", (), 40, 0, 0, 2, True)
+    good = Report("move_kv", "a", "gfx942", (), 40, 0, 0, True)
     bad = dataclasses.replace(good, problems=("spills",), registers=200, spills=7, local_bytes=64, vectors=False)
     silent = Report("cast_loc", "b", "pvc", ())
     version = triton.__version__
     assert list(compilation.summarize([good, silent, bad])) == [
-        ("gfx942", version, "1/2", "200", "7", "64", "4", "1/2"),
-        ("pvc", version, "1/1", "–", "–", "–", "0", "0/0"),
+        ("gfx942", version, "1/2", "200", "7", "64", "1/2"),
+        ("pvc", version, "1/1", "–", "–", "–", "0/0"),
     ]
 
 
@@ -346,7 +346,7 @@ def test_variants_are_those_of_the_table(invoke: Invoke, tmp_path: Path, table: 
 
 
 def test_code_that_spills_is_named() -> None:
-    report = Report("move_kv", "a", "sm_90", ("3 spills",), 40, 3, 12, 2, True, 0.5, 16, 16, 99)
+    report = Report("move_kv", "a", "sm_90", ("3 spills",), 40, 3, 12, True, 0.5, 16, 16, 99)
     limits = {("move_kv", "a", "sm_90"): costs.Cost(40, 0, 16, 16, 99)}
     for same_triton in (True, False):
         assert list(costs.check_costs(limits, [report], same_triton)) == ["sm_90 move_kv a: spills: expected 0, got 3"]

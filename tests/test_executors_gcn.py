@@ -28,7 +28,7 @@ from portakv.conformance.executors.gcn import arithmetic
 from portakv.conformance.executors.gcn.lanes import LANES
 from portakv.conformance.executors.gcn.probe import probe
 from portakv.conformance.executors.gcn.waves import UNDEFINED
-from portakv.conformance.executors.launcher import ExecutingLauncher, bind
+from portakv.conformance.executors.launcher import ExecutingLauncher
 from portakv.conformance.executors.memory import Memory
 
 M16, M32, M64 = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
@@ -1033,6 +1033,6 @@ def test_a_kernel_finds_its_arguments_and_work_group() -> None:
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 @pytest.mark.parametrize("op", ["translate_loc", "store_kv", "store_kv_flashmla", "build_read"])
 def test_compiled_kernels_do_what_the_reference_does(arch: str, op: str) -> None:
-    kernel = bind(op, ExecutingLauncher(Target.parse(arch), random.Random(3)))
+    kernel = ExecutingLauncher(Target.parse(arch), random.Random(3)).bind(op)
     for case in list(testing.cases(op))[5::97]:
         testing.check(op, kernel, case, torch.device("cpu"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from portakv.dispatch import select
 triton = pytest.importorskip("triton")
 backends = importlib.import_module("triton.backends").backends
 driver = importlib.import_module("triton.runtime").driver
-
 SetActive = Callable[..., None]
 
 
@@ -82,6 +82,35 @@ def test_a_backend_may_come_from_an_entry_point(set_active: SetActive, monkeypat
     monkeypatch.setitem(backends, "vendors_own", backends["nvidia"])
     monkeypatch.delitem(backends, "nvidia")
     assert find_triton("cuda").problem is None
+
+
+def test_kernels_are_loaded_under_their_own_driver(set_active: SetActive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another vendor's active, or two and so none; what was active is put back."""
+    from portakv.kernels._triton.driver import _own_driver, driving
+
+    made = []
+
+    def init(self: Any) -> None:
+        made.append(self)
+
+    for backend in backends.values():
+        monkeypatch.setattr(backend.driver, "__init__", init)
+    _own_driver.cache_clear()
+    set_active("nvidia", "amd")
+    with driving("hip") as own:
+        assert driver.active is own is made[0]
+    assert driver._active is None
+    others = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="hip"))
+    driver.set_active(others)
+    with driving("cuda") as own, driving("cuda"):
+        assert driver.active is own is made[1]
+    assert driver.active is others
+    with driving("hip") as own:
+        assert own is others
+    set_active("amd")
+    _own_driver.cache_clear()
+    with pytest.raises(ValueError, match="expected an active driver of Triton's for cuda, got none"), driving("cuda"):
+        pass
 
 
 @pytest.mark.parametrize("version", [None, "main", 3])

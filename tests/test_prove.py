@@ -16,6 +16,7 @@ pytest.importorskip("z3", reason="the extra prove; CI installs it and runs this 
 
 from portakv import cli
 from portakv.compile import Target
+from portakv.conformance import mutations
 from portakv.conformance.prove import kernels, mutants, ttir
 from portakv.conformance.prove import launch as launch_module
 from portakv.conformance.prove.kernels import Subject
@@ -23,12 +24,12 @@ from portakv.conformance.prove.launch import Launch
 from portakv.conformance.prove.launches import LAUNCHES
 from portakv.conformance.prove.program import UnknownOp
 from portakv.formats import KVFormat, Structure, Variant
-from portakv.kernels._triton import SOURCES
+from portakv.kernels._triton import OPS, launch
 from portakv.kernels.cuda import kernels as cuda
 
 SM_90 = Target.parse("sm_90")
 KINDS = [
-    *(op for op in SOURCES if op != "build_read"),
+    *(op for op in OPS if op != "build_read"),
     *(f"build_read {s.value}" for s in Structure if s.value != "pages"),
 ]
 
@@ -55,7 +56,7 @@ def test_a_few_variants_of_each_op_are_proved(kind: str, at: int) -> None:
 
 
 def test_the_list_is_complete() -> None:
-    assert set(LAUNCHES) == set(SOURCES) == {v.op for v in kernels.all_variants()}
+    assert set(LAUNCHES) == set(OPS) == {v.op for v in kernels.all_variants()}
 
 
 def test_kernels_that_differ_in_data_alone_are_one() -> None:
@@ -119,6 +120,15 @@ def test_a_slot_twice_is_written_twice(kind: str, monkeypatch: pytest.MonkeyPatc
     of = subject(kind)
     relaunched(monkeypatch, of.variant.op, lambda launch: launch.distinct.clear())
     assert any("write different bytes: refuted" in x for x in problems(of))
+
+
+@pytest.mark.parametrize("op", mutations.find("a 32-bit offset").text)
+def test_an_offset_cut_to_32_bits_is_refuted(op: str) -> None:
+    """On its way, that is: what reaches a pointer has 64 bits again, or the kernel would not compile."""
+    variant = next(v for v in variants(op) if v.index_dtype is torch.int64)
+    source = mutations.BrokenLauncher(SM_90, mutations.find("a 32-bit offset")).source(variant, 32)
+    of = Subject.of(variant, source, launch.compile_ttir(source, SM_90.triton()))
+    assert any("stays inside: refuted" in x for x in problems(of))
 
 
 SURVIVORS = {

@@ -11,26 +11,29 @@ import re
 import struct
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
-import triton.language as tl
-from triton.compiler import ASTSource
+from triton.compiler import CompilationError
 
 from portakv import inspection
 from portakv.compile import Target, compile_variant, needs_vectors
+from portakv.conformance import mutations
 from portakv.errors import NoKernel
 from portakv.formats import FAULT_KINDS, KVFormat, Layout, Variant, list_variants
-from portakv.inspection import slot_offsets
+from portakv.kernels import _triton
 from portakv.kernels._triton import launch
 from portakv.kernels._triton.rows import Tile
 from portakv.kernels.cuda import kernels as cuda
 from portakv.kernels.hip import kernels as hip
+from portakv.kernels.xpu import kernels as xpu
 
+SM_90 = Target.parse("sm_90").triton()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -150,61 +153,32 @@ def test_spirv_accesses() -> None:
     assert stores == {4: 1}
 
 
-@triton.jit
-def _narrow(out, loc, stride):
-    slot = tl.load(loc + tl.arange(0, 16))
-    tl.store(out + slot * stride, slot)
+@pytest.mark.parametrize("op", [op for op in _triton.OPS if op != "cast_loc"])
+def test_a_slot_of_32_bits_is_refused(op: str) -> None:
+    """Wherever a slot, or an offset into a table of slots, is added to an address, when the kernel is compiled."""
+    variant = next(v for v in list_variants(FORMATS) if v.op == op)
+    source = cuda.LAUNCHER.source(variant, 32)
+    wide = r"(row \* table_stride \+ start)" if op == "build_read" else r"(load_slots\(.*\))"
+    narrow = replace(source, fn=mutations._rewrite(source.fn, wide, r"(\1).to(tl.int32)"))
+    target = Target.parse("sm_90").triton()
+    launch.compile_ttir(source, target)
+    with pytest.raises(CompilationError) as raised:
+        launch.compile_ttir(narrow, target)
+    causes = [raised.value]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    assert "expected 64-bit" in str(causes[-1])
 
 
-@triton.jit
-def _narrowed(out, loc, stride):
-    slot = tl.load(loc + tl.arange(0, 16))
-    tl.store(out + (slot.to(tl.int32) * 8).to(tl.int64) * stride, slot)
-
-
-@triton.jit
-def _widened_late(out, loc, stride):
-    slot = tl.load(loc + tl.arange(0, 16))
-    tl.store(out + (slot * 8).to(tl.int64) * stride, slot)
-
-
-@triton.jit
-def _in_a_branch(out, loc, stride):
-    slot = tl.load(loc + tl.arange(0, 16))
-    offset = slot.to(tl.int64)
-    if stride != 1:
-        offset = (slot * stride.to(tl.int32)).to(tl.int64)
-    tl.store(out + offset, slot)
-
-
-@triton.jit
-def _wide(out, loc, stride):
-    slot = tl.load(loc + tl.arange(0, 16)).to(tl.int64)
-    if stride != 1:
-        slot = slot * stride
-    tl.store(out + slot, slot)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "width", "is_wide"),
-    [
-        (_narrow, "i32", False),
-        (_narrowed, "i64", False),
-        (_widened_late, "i32", False),
-        (_in_a_branch, "i32", False),
-        (_wide, "i32", True),
-    ],
-)
-def test_slot_offsets(kernel: Any, width: str, is_wide: bool) -> None:
-    stride = "i32" if kernel is _narrow else "i64"
-    source = ASTSource(kernel, {"out": f"*{width}", "loc": f"*{width}", "stride": stride})
-    ttir = triton.compile(source, target=Target.parse("sm_90").triton(), options={"enable_fp_fusion": False}).asm[
-        "ttir"
-    ]
-    count, problems = slot_offsets(ttir, ("out", "loc", "stride"))
-    assert count == 1
-    assert (problems == []) is is_wide
-    assert slot_offsets(ttir, ("out", "not_a_slot", "stride")) == (0, [])
+@pytest.mark.parametrize("device", [cuda, hip, xpu], ids=lambda device: device.LAUNCHER.backend)
+def test_a_device_lists_no_ops_and_has_all(device: ModuleType) -> None:
+    text = Path(device.__file__).read_text()
+    for op, (_, run) in _triton.OPS.items():
+        assert op not in text
+        assert getattr(device, op).func is run
+        assert getattr(device, op).args == (device.LAUNCHER,)
+    with pytest.raises(AttributeError, match=f"{device.LAUNCHER.backend} has no op 'store'"):
+        device.__getattr__("store")
 
 
 def test_a_failed_compile_is_remembered() -> None:
@@ -214,7 +188,7 @@ def test_a_failed_compile_is_remembered() -> None:
         calls.append(args)
         raise RuntimeError("no such instruction")
 
-    launcher = launch.Launcher("cuda", {"patch_map": broken}, cuda.LAUNCHER.tiles)
+    launcher = launch.Launcher("cuda", {"patch_map": launch.Op(broken, None)}, cuda.LAUNCHER.tiles)
     errors = []
     for _ in range(2):
         with pytest.raises(NoKernel, match="RuntimeError: no such instruction") as raised:
@@ -243,13 +217,13 @@ def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     target = Target.parse("sm_90").triton()
     active = SimpleNamespace(get_current_target=lambda: target, get_current_stream=None)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "driving", lambda _: contextlib.nullcontext(active))
     monkeypatch.setattr(launch, "compile_source", compile_source)
     module = SimpleNamespace(device=lambda _: contextlib.nullcontext(), current_device=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     variant, device = Variant("patch_map"), torch.device("cuda", 0)
     source = cuda.LAUNCHER.source(variant, 32)
-    launcher = launch.Launcher("cuda", {"patch_map": lambda *_: source}, cuda.LAUNCHER.tiles)
+    launcher = launch.Launcher("cuda", {"patch_map": launch.Op(lambda *_: source, None)}, cuda.LAUNCHER.tiles)
     with pytest.raises(NoKernel, match=r"not permitted when stream is capturing; portakv\.warmup\(pool\)"):
         launcher.warm(variant, device)
     kernel = launcher.warm(variant, device)
@@ -301,15 +275,14 @@ def test_launch_arguments(current: int, monkeypatch: pytest.MonkeyPatch) -> None
         launched.append(args)
 
     compiled = SimpleNamespace(run=run, function="function", packed_metadata="packed")
-    target = Target.parse("sm_90").triton()
-    active = SimpleNamespace(get_current_target=lambda: target, get_current_stream=lambda i: f"stream {i}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    active = SimpleNamespace(get_current_stream=lambda i: f"stream {i}")
+    monkeypatch.setattr(launch, "driving", lambda _: contextlib.nullcontext(active))
     monkeypatch.setattr(launch, "compile_source", lambda *_: compiled)
     device_module = SimpleNamespace(device=guard, current_device=lambda: current)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device_module)
     fmt = KVFormat(2, 16, 24, torch.bfloat16)
     source = cuda.LAUNCHER.source(Variant("store_kv", fmt, torch.bfloat16), 32)
-    kernel = launch.Kernel(source, torch.device("cuda", 0))
+    kernel = launch.Kernel(source, torch.device("cuda", 0), SM_90)
     guarded.clear()
     monkeypatch.setattr(cuda.LAUNCHER, "find", lambda *_: kernel)
 
@@ -322,8 +295,9 @@ def test_launch_arguments(current: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert args[:9] == (1, 1, 1, "stream 0", "function", "packed", None, None, None)
     tensors = (k, v, k_cache, v_cache, loc, ones, ones, faults)
     named = dict(zip(source.fn.arg_names, args[9:], strict=True))
-    assert [named[name] for name in source.tensors] == [t.data_ptr() for t in tensors]
-    scalars = {n: x for n, x in named.items() if n not in source.tensors and n not in source.constants}
+    assert list(source.tensors) == ["k", "v", "k_cache", "v_cache", "loc", "k_inv", "v_inv", "faults"]
+    assert [named.pop(name) for name in source.arguments[:8]] == [t.data_ptr() for t in tensors]
+    scalars = {n: x for n, x in named.items() if n not in source.constants}
     assert scalars == {
         "num_tokens": 5,
         "loc_stride": 1,
@@ -352,14 +326,14 @@ def test_another_triton_is_launched_the_ordinary_way(monkeypatch: pytest.MonkeyP
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
             return lambda *args: launched.append((grid, args))
 
-    active = SimpleNamespace(get_current_target=lambda: None, get_current_stream=lambda i: f"stream {i}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    active = SimpleNamespace(get_current_stream=lambda i: f"stream {i}")
+    monkeypatch.setattr(launch, "driving", lambda _: contextlib.nullcontext(active))
     monkeypatch.setattr(launch, "compile_source", lambda *_: Compiled())
     device_module = SimpleNamespace(device=lambda _: contextlib.nullcontext(), current_device=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device_module)
     source = cuda.LAUNCHER.source(Variant("patch_map"), 32)
     tensors = [torch.zeros(1, dtype=torch.int64) for _ in source.tensors]
-    launch.Kernel(source, torch.device("cuda", 0))((1, 1, 1), tensors, (7, 8))
+    launch.Kernel(source, torch.device("cuda", 0), SM_90)((1, 1, 1), tensors, (7, 8))
     ((grid, args),) = launched
     assert grid == (1, 1, 1)
     assert all(a is b for a, b in zip(args, tensors, strict=False))

@@ -27,7 +27,7 @@ from portakv.check import Outcome, Result
 from portakv.compile import Target
 from portakv.conformance import far, mutations
 from portakv.conformance.executors.errors import ExecutionError
-from portakv.conformance.executors.launcher import ExecutingLauncher, bind, load_executor
+from portakv.conformance.executors.launcher import ExecutingLauncher, load_executor
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, INDEX_DTYPES, PAD, KVFormat, Variant
 from portakv.kernels import _triton
@@ -66,7 +66,7 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
     """All checks of a target; of the variants with a format every `every`-th."""
     name = target.name
     out: list[Task] = []
-    for op in _triton.SOURCES:
+    for op in _triton.OPS:
         by_variant: dict[Variant, list[testing.Case]] = {}
         for case in cases_of(op):
             by_variant.setdefault(case.variant, []).append(case)
@@ -79,13 +79,13 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
     for kept in (*FP8_DIALECTS, *FLOAT_DTYPES):
         check = functools.partial(check_floats, name, kept)
         out.append(Task(name, "every 16-bit pattern", check, len(FLOAT_DTYPES) * len(SCALES)))
-    for op in _triton.SOURCES:
+    for op in _triton.OPS:
         if some := far.choose(cases_of(op)) if op in FAR_OPS else []:
             out.append(Task(name, "rows past 2^32", functools.partial(check_far, name, op), len(some)))
     out.append(Task(name, "rows past 2^32", functools.partial(check_far_mapping, name), len(INDEX_DTYPES)))
     out.append(Task(name, "graph buffers filled inside", functools.partial(check_graph_fill, name), len(FILLS)))
     if target.gpu.backend not in UNCHECKED:
-        for op in _triton.SOURCES:
+        for op in _triton.OPS:
             some = ordered_cases(op)
             out.append(Task(name, "warps in random order", functools.partial(check_order, name, op), len(some)))
     for mutation, op in broken(target):
@@ -161,7 +161,7 @@ def check_cases(target: str, op: str, cases: Sequence[testing.Case]) -> int:
 
 def check_case(op: str, launcher: ExecutingLauncher, case: testing.Case) -> None:
     launcher.races = testing.repeats_a_slot(case)
-    testing.check(op, bind(op, launcher), case, CPU, last_wins=False)
+    testing.check(op, launcher.bind(op), case, CPU, last_wins=False)
 
 
 def check_floats(target: str, kept: torch.dtype) -> int:
@@ -169,7 +169,7 @@ def check_floats(target: str, kept: torch.dtype) -> int:
     launcher = ExecutingLauncher(Target.parse(target))
     fmt = KVFormat(1, 256, 256, kept)
     pairs: list[tuple[Callable[..., None], ...]] = [(reference.store_kv, reference.gather_kv)]
-    pairs.append((bind("store_kv", launcher), bind("gather_kv", launcher)))
+    pairs.append((launcher.bind("store_kv"), launcher.bind("gather_kv")))
     for dtype in FLOAT_DTYPES:
         patterns = torch.arange(1 << 16, dtype=torch.int32)
         bits = (patterns << 16 | 0x1234) if dtype is torch.float32 else patterns.to(torch.int16)
@@ -191,7 +191,7 @@ FAR_OPS = (*mutations.MOVERS, "build_read")
 
 
 def check_far(target: str, op: str) -> int:
-    kernel = bind(op, ExecutingLauncher(Target.parse(target)))
+    kernel = ExecutingLauncher(Target.parse(target)).bind(op)
     cases = far.choose(cases_of(op))
     for case in cases:
         far.check(op, kernel, case)
@@ -206,7 +206,7 @@ def check_far_mapping(target: str) -> int:
 def _check_far_mapping(launcher: ExecutingLauncher, ops: Iterable[str]) -> None:
     kernels = {op: getattr(reference, op) for op in ("patch_map", "translate_loc", "build_read")}
     for dtype in INDEX_DTYPES:
-        far.check_mapping(dtype, kernels | {op: bind(op, launcher) for op in ops})
+        far.check_mapping(dtype, kernels | {op: launcher.bind(op) for op in ops})
 
 
 FILLS = (300, 7, 0, 299, 256)
@@ -226,7 +226,7 @@ def check_graph_fill(target: str) -> int:
     ones = torch.ones(1)
     sides: list[tuple[GraphWriteLoc, list[Tensor], Tensor, Callable[..., None]]] = []
     for translate, store in (
-        (bind("translate_loc", launcher), bind("store_kv", launcher)),
+        (launcher.bind("translate_loc"), launcher.bind("store_kv")),
         (reference.translate_loc, reference.store_kv),
     ):
         faults = testing.faults().tensor
@@ -279,7 +279,7 @@ def broken(target: Target) -> Iterator[tuple[mutations.Mutation, str]]:
     """Every mistake, with each op that it can be made in."""
     launcher = ExecutingLauncher(target)
     for mutation in mutations.MUTATIONS:
-        for op in _triton.SOURCES:
+        for op in _triton.OPS:
             source = launcher.source(cases_of(op)[0].variant, target.lanes)
             if mutation.applies_to(op, source):
                 yield mutation, op
@@ -307,7 +307,7 @@ def _check_mutation(target: str, name: str, op: str) -> None:
         random.Random(0).shuffle(cases)
         checks = [functools.partial(check_case, op, launcher, case) for case in cases]
     elif op in FAR_OPS:
-        checks = [functools.partial(far.check, op, bind(op, launcher), case) for case in far.choose(cases_of(op))]
+        checks = [functools.partial(far.check, op, launcher.bind(op), case) for case in far.choose(cases_of(op))]
     else:
         checks = [functools.partial(_check_far_mapping, launcher, [op])]
     for check in checks:

@@ -18,14 +18,15 @@ from typing import Any
 
 from portakv.conformance.executors.launcher import ExecutingLauncher
 from portakv.formats import FAULT_KINDS, Variant
+from portakv.kernels import _triton
 from portakv.kernels._triton.launch import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A mistake, and how it gets into the kernels: by a constexpr's value, or by op, in its module's text, by what
-    stands instead of the first match of a pattern. `far` says that only far rows show it, `wild`
-    that it may touch what no tensor has."""
+    """A mistake, and how it gets into the kernels: by a constexpr's value, where that is another, or by op, in its
+    module's text, by what stands instead of a pattern. `far` says that only far rows show it, `wild` that it may touch
+    what no tensor has."""
 
     name: str
     constant: str = ""
@@ -35,29 +36,23 @@ class Mutation:
     wild: bool = False
 
     def applies_to(self, op: str, source: Source) -> bool:
-        return self.constant in source.constants or op in self.text
+        return op in self.text or self.of(source) != source
+
+    def of(self, source: Source) -> Source:
+        """`source` with the constexpr's other value."""
+        changed = {name: self.value(value) for name, value in source.constants.items() if name == self.constant}
+        return replace(source, constants={**source.constants, **changed})
 
 
-ROW_STORES = ("store_kv", "store_kv_rope", "store_kv_rope_flashmla", "store_kv_flashmla")
-ROW_GATHERS = ("gather_kv", "gather_kv_flashmla")
-MOVERS = (*ROW_STORES, *ROW_GATHERS, "move_kv")
+MOVERS = tuple(op for op in _triton.OPS if op.startswith(("store_kv", "gather_kv", "move_kv")))
 
-OFFSET = r"(slot_offset\([^()]*\))"
-STORE = r"(tl\.store\(.*), mask=\w+\)"
+NARROW = r"(\1).to(tl.int32).to(tl.int64)"  # no other width passes `slots.pointers`
+STORE = r"(tl\.store\((?:row_pointers\()?k.*), mask=\w+\)"
 
 MUTATIONS = (
     Mutation("writes the reserved page", "RESERVED", lambda _: 0),
     Mutation("counts faults for another op", "FAULT", lambda index: (index + 1) % len(FAULT_KINDS)),
-    Mutation(
-        "NaN as zero",
-        "DST_NAN",
-        lambda _: 0,
-        text={
-            "store_kv_flashmla": (r"(encode\(values, 8, 3, 7, 0), FP8_NAN", r"\1, 0"),
-            "store_kv_rope_flashmla": (r"(encode\(values, 8, 3, 7, 0), FP8_NAN", r"\1, 0"),
-            "gather_kv_flashmla": (r"(encode\(values, .*), NAN, 0\)", r"\1, 0, 0)"),
-        },
-    ),
+    Mutation("NaN as zero", "DST", lambda float: replace(float, nan=0)),
     Mutation(
         "another padding in the tail",
         "PAD",
@@ -67,9 +62,9 @@ MUTATIONS = (
     Mutation(
         "a 32-bit offset",
         text={
-            **dict.fromkeys(MOVERS, (OFFSET, r"\1.to(tl.int32)")),
-            **dict.fromkeys(("translate_loc", "patch_map"), (r"mapping \+ slot\b", "mapping + slot.to(tl.int32)")),
-            "build_read": (r"row \* table_stride", "(row * table_stride).to(tl.int32)"),
+            **dict.fromkeys(MOVERS, (r"(slot_offset\(.*k_slot\))", NARROW)),
+            **dict.fromkeys(("translate_loc", "patch_map"), (r"(?<=pointers\(mapping, )(slot)", NARROW)),
+            "build_read": (r"(row \* table_stride)", NARROW),
         },
         far=True,
         wild=True,
@@ -78,9 +73,9 @@ MUTATIONS = (
         "a missing mask",
         text={
             **dict.fromkeys(MOVERS, (STORE, r"\1)")),
-            "translate_loc": (r"(mapping \+ slot), mask=.*, other=-1\)", r"\1)"),
+            "translate_loc": (r"(pointers\(mapping, slot\)), mask=.*, other=-1\)", r"\1)"),
             "patch_map": (r"(tl\.store\(.*), mask=.*\)", r"\1)"),
-            "build_read": (r"(tl\.load\(slots \+ place), mask=live, other=0\)", r"\1)"),
+            "build_read": (r"(tl\.load\(pointers\(slots, place\)), mask=live, other=0\)", r"\1)"),
             "cast_loc": (r"out_len, index", "out_len + 1, index"),
         },
         wild=True,
@@ -101,18 +96,16 @@ class BrokenLauncher(ExecutingLauncher):
 
     def source(self, variant: Variant, warp_size: int) -> Source:
         source = super().source(variant, warp_size)
-        name = self._mutation.constant
-        if name in source.constants:
-            value = self._mutation.value(source.constants[name])
-            return replace(source, constants={**source.constants, name: value})
-        return replace(source, fn=_rewrite(source.fn, *self._mutation.text[variant.op]))
+        if variant.op in self._mutation.text:
+            return replace(source, fn=_rewrite(source.fn, *self._mutation.text[variant.op]))
+        return self._mutation.of(source)
 
 
 @functools.cache
 def _rewrite(kernel: Any, pattern: str, instead: str) -> Any:
     """The kernel of a copy of its module, which is a file, because Triton reads a kernel's text there."""
     module = sys.modules[kernel.fn.__module__]
-    text, count = re.subn(pattern, instead, inspect.getsource(module), count=1)
+    text, count = re.subn(pattern, instead, inspect.getsource(module))
     if count == 0:
         raise ValueError(f"pattern: expected {pattern!r} in {module.__name__}")
     path = Path(_scratch(), f"mutated_{module.__name__.rpartition('.')[2]}_{zlib.crc32(text.encode()):08x}.py")

@@ -1,15 +1,14 @@
 """A device's own launch functions on its compiled kernels, executed without the device on CPU tensors.
 
-kernel = bind("store_kv", ExecutingLauncher(Target.parse("sm_90")))
+kernel = ExecutingLauncher(Target.parse("sm_90")).bind("store_kv")
 testing.check("store_kv", kernel, case, torch.device("cpu"))
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -64,16 +63,10 @@ class ExecutingLauncher(Launcher):
 
     def __init__(self, target: Target, schedule: random.Random | None = None) -> None:
         own = target.launcher()
-        super().__init__(own.backend, _triton.SOURCES, own.tiles)
+        super().__init__(own.backend, _triton.OPS, own.tiles)
         self.target = target
         self.schedule = schedule
         self.races = False
 
     def _build(self, variant: Variant, device: torch.device) -> Any:
         return ExecutedKernel(self.source(variant, self.target.lanes), self.target, self)
-
-
-def bind(op: str, launcher: ExecutingLauncher) -> Callable[..., None]:
-    """The op as the launcher's device folder has it, on this launcher."""
-    folder = importlib.import_module("portakv.kernels.cuda.kernels")
-    return functools.partial(getattr(folder, op).func, launcher)

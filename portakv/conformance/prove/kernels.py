@@ -32,8 +32,8 @@ def all_variants() -> tuple[Variant, ...]:
     A launcher compiles by an explicit signature, never by the values of a call: kernel, constexprs and alignment follow
     from the variant (`launch.Source`). The cases launch a part of these, one slot width of two; the proof takes both.
     """
-    sources = importlib.import_module("portakv.kernels._triton").SOURCES
-    return tuple(v for v in list_variants((*formats(), *FORMATS)) if v.op in sources)
+    ops = importlib.import_module("portakv.kernels._triton").OPS
+    return tuple(v for v in list_variants((*formats(), *FORMATS)) if v.op in ops)
 
 
 def plain(variant: Variant) -> Variant:
@@ -71,7 +71,7 @@ class Subject:
     @classmethod
     def of(cls, variant: Variant, source: Any, text: str) -> Subject:
         """Raises `UnknownOp` for TTIR that the prover does not know."""
-        arguments = tuple(source.fn.arg_names)
+        arguments = source.arguments
         constants = tuple((name, source.constants[name]) for name in _OF_ADDRESSES if name in source.constants)
         skeleton = Program(ttir.parse(text), arguments).skeleton()
         return cls(plain(variant), constants, arguments, text, skeleton)

@@ -164,10 +164,9 @@ class Launch:
     def rows(self, name: str, tokens: Sum, dim: int, item: int, out: bool = False, heads: int = 0) -> None:
         """Rows `[T, H, dim]`, or `[T, 1, dim]` whose head stride no kernel takes, with any strides."""
         multiple = VECTOR_BYTES if self.constants["ALIGNED"] else 1
-        prefix = name.removesuffix("_out")
-        axes = [(tokens, self.stride(f"{prefix}_token", item, multiple))]
+        axes = [(tokens, self.stride(f"{name}_token", item, multiple))]
         if heads:
-            axes.append((number(heads), self.stride(f"{prefix}_head", item, multiple)))
+            axes.append((number(heads), self.stride(f"{name}_head", item, multiple)))
         self.tensor(name, item, axes, dim)
         if out:
             apart = self.elements_apart(item, axes, dim)

@@ -1,6 +1,6 @@
 """What is known of each launch before it runs: its numbers, its tensors, its grid, and who guarantees each relation.
 
-A function an op. Everything else is left open: the contents of slot tensors, the size of the pool, the number of
+A function a kernel. Everything else is left open: the contents of slot tensors, the size of the pool, the number of
 tokens, every stride. A relation that nobody guarantees does not belong here.
 """
 
@@ -32,23 +32,19 @@ from portakv.conformance.prove.ttir import Op
 from portakv.formats import PAD, Structure, Variant
 
 
-def _past_end(x: Launch, kind: str, per_token: int, thread: Thread) -> list[tuple[str, Condition]]:
-    """A token whose slot lies past the last one counts once."""
-    _, first = x.first_of_token(thread, per_token)
-    slot = thread.read("loc")
-    return [(kind, both(first, x.terms.at_least(slot, x.scalars["num_slots"])))]
-
-
-def _past_end_or_angles(x: Launch, per_token: int, thread: Thread) -> list[tuple[str, Condition]]:
-    """As does one that would be stored and has no angle: positions are one or two words, and the second one 0."""
+def _faults(x: Launch, per_token: int, thread: Thread) -> list[tuple[str, Condition]]:
+    """A token whose slot lies past the last one counts once. A token of a rope store that has no angle, and would be
+    stored, counts too: positions are one or two words, and the second one 0."""
     terms = x.terms
     _, first = x.first_of_token(thread, per_token)
     slot = thread.read("loc")
-    low, high = thread.read("positions"), thread.read("positions", 1)
-    short = z3.Or(as_z3(terms.equal(x.scalars["words"], 1)), as_z3(terms.equal(high, 0)))
-    known = both(terms.at_least(low, 0), terms.less(low, x.scalars["num_positions"]), short)
-    lost = both(_stored(x, slot), negate(known))
-    return [("store_kv", both(first, z3.Or(as_z3(terms.at_least(slot, x.scalars["num_slots"])), as_z3(lost))))]
+    bad = terms.at_least(slot, x.scalars["num_slots"])
+    if x.variant.rope is not None:
+        low, high = thread.read("positions"), thread.read("positions", 1)
+        short = z3.Or(as_z3(terms.equal(x.scalars["words"], 1)), as_z3(terms.equal(high, 0)))
+        known = both(terms.at_least(low, 0), terms.less(low, x.scalars["num_positions"]), short)
+        bad = z3.Or(as_z3(bad), as_z3(both(_stored(x, slot), negate(known))))
+    return [("gather_kv" if gathers(x) else "store_kv", both(first, bad))]
 
 
 def _stored(x: Launch, slot: Sum) -> Condition:
@@ -56,42 +52,46 @@ def _stored(x: Launch, slot: Sum) -> Condition:
     return both(x.terms.at_least(slot, x.variant.fmt.page_size), x.terms.less(slot, x.scalars["num_slots"]))
 
 
-def store_kv(x: Launch) -> None:
+def gathers(x: Launch) -> bool:
+    return x.variant.op.startswith("gather_kv")
+
+
+def copy_rows(x: Launch) -> None:
     fmt, dtype = x.variant.fmt, x.variant.dtype
     assert fmt is not None
     assert dtype is not None
     tokens = x.tokens(fmt.num_kv_heads)
     for name, dim in (("k", fmt.head_dim), ("v", fmt.v_head_dim)):
-        x.rows(name, tokens, dim, dtype.itemsize, heads=fmt.num_kv_heads)
+        x.rows(name, tokens, dim, dtype.itemsize, out=gathers(x), heads=fmt.num_kv_heads)
     dims = {"k_cache": ("k", fmt.head_dim), "v_cache": ("v", fmt.v_head_dim)}
     slots = x.caches(dims, fmt.dtype.itemsize, fmt.num_kv_heads)
-    x.slots("loc", "loc_stride", tokens, (number(fmt.page_size), slots))
-    x.scales("k_inv", "v_inv")
-    x.faults()
-    x.counts = functools.partial(_past_end, x, "store_kv", fmt.num_kv_heads)
+    x.scales("k_scale", "v_scale")
+    _finish_copy(x, tokens, slots, fmt.num_kv_heads)
 
 
-def store_kv_rope(x: Launch) -> None:
-    store_kv(x)
-    assert x.variant.fmt is not None
-    x.angles(x.scalars["num_tokens"], x.variant.fmt.rotated_dim)
-    x.counts = functools.partial(_past_end_or_angles, x, x.variant.fmt.num_kv_heads)
-
-
-def gather_kv(x: Launch) -> None:
+def copy_flashmla(x: Launch) -> None:
+    """A row is a block of a token, or its rope part."""
     fmt, dtype = x.variant.fmt, x.variant.dtype
     assert fmt is not None
     assert dtype is not None
-    tokens = x.tokens(fmt.num_kv_heads)
-    for name, dim in (("k_out", fmt.head_dim), ("v_out", fmt.v_head_dim)):
-        x.rows(name, tokens, dim, dtype.itemsize, out=True, heads=fmt.num_kv_heads)
-    dims = {"k_cache": ("k", fmt.head_dim), "v_cache": ("v", fmt.v_head_dim)}
-    x.caches(dims, fmt.dtype.itemsize, fmt.num_kv_heads)
-    x.slots("loc", "loc_stride", tokens)
-    x.scales("k_scale", "v_scale")
+    per_token = x.constants["BLOCKS"] + 1
+    tokens = x.tokens(per_token)
+    for name, dim in (("k", fmt.head_dim), ("v", fmt.v_head_dim)):
+        x.rows(name, tokens, dim, dtype.itemsize, out=gathers(x))
+    raw = fmt.raw
+    slots = x.caches({"k_cache": ("k", raw.head_dim), "v_cache": ("v", raw.v_head_dim)}, 1, 0)
+    _finish_copy(x, tokens, slots, per_token)
+
+
+def _finish_copy(x: Launch, tokens: Sum, slots: Sum, per_token: int) -> None:
+    assert x.variant.fmt is not None
+    x.slots("loc", "loc_stride", tokens, None if gathers(x) else (number(x.variant.fmt.page_size), slots))
+    if gathers(x):
+        x.reserved.clear()
+    if x.variant.rope is not None:
+        x.angles(tokens, x.variant.fmt.rotated_dim)
     x.faults()
-    x.reserved.clear()
-    x.counts = functools.partial(_past_end, x, "gather_kv", fmt.num_kv_heads)
+    x.counts = functools.partial(_faults, x, per_token)
 
 
 def move_kv(x: Launch) -> None:
@@ -127,39 +127,6 @@ def move_kv(x: Launch) -> None:
         return [("move_kv", target), ("move_kv", source)]
 
     x.counts = counts
-
-
-def _packed(x: Launch, rows: tuple[str, str], out: bool) -> Sum:
-    """What the ops of FlashMLA's layouts share; a row is a block of a token, or its rope part."""
-    fmt, dtype = x.variant.fmt, x.variant.dtype
-    assert fmt is not None
-    assert dtype is not None
-    tokens = x.tokens(x.constants["BLOCKS"] + 1)
-    for name, dim in zip(rows, (fmt.head_dim, fmt.v_head_dim), strict=True):
-        x.rows(name, tokens, dim, dtype.itemsize, out=out)
-    raw = fmt.raw
-    slots = x.caches({"k_cache": ("k", raw.head_dim), "v_cache": ("v", raw.v_head_dim)}, 1, 0)
-    x.slots("loc", "loc_stride", tokens, None if out else (number(fmt.page_size), slots))
-    x.faults()
-    if out:
-        x.reserved.clear()
-    kind = "gather_kv" if out else "store_kv"
-    x.counts = functools.partial(_past_end, x, kind, x.constants["BLOCKS"] + 1)
-    return tokens
-
-
-def store_kv_flashmla(x: Launch) -> None:
-    _packed(x, ("k", "v"), False)
-
-
-def store_kv_rope_flashmla(x: Launch) -> None:
-    assert x.variant.fmt is not None
-    x.angles(_packed(x, ("k", "v"), False), x.variant.fmt.rotated_dim)
-    x.counts = functools.partial(_past_end_or_angles, x, x.constants["BLOCKS"] + 1)
-
-
-def gather_kv_flashmla(x: Launch) -> None:
-    _packed(x, ("k_out", "v_out"), True)
 
 
 def _unfit(x: Launch, index: Sum, length: str, value: Sum) -> Condition:
@@ -364,13 +331,9 @@ LAUNCHES: dict[str, Callable[[Launch], None]] = {
     "cast_loc": cast_loc,
     "patch_map": patch_map,
     "build_read": build_read,
-    "store_kv": store_kv,
-    "gather_kv": gather_kv,
     "move_kv": move_kv,
-    "store_kv_rope": store_kv_rope,
-    "store_kv_flashmla": store_kv_flashmla,
-    "store_kv_rope_flashmla": store_kv_rope_flashmla,
-    "gather_kv_flashmla": gather_kv_flashmla,
+    **dict.fromkeys(("store_kv", "gather_kv", "store_kv_rope"), copy_rows),
+    **dict.fromkeys(("store_kv_flashmla", "gather_kv_flashmla", "store_kv_rope_flashmla"), copy_flashmla),
 }
 """By op. An op without a line is not proved, which is an error."""
 

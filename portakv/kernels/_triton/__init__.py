@@ -8,35 +8,32 @@ from portakv.device import Gpu
 from portakv.kernels._triton import (
     build_read,
     cast_loc,
-    gather_flashmla,
-    gather_kv,
+    copy_flashmla,
+    copy_rows,
     move_kv,
     patch_map,
-    store_flashmla,
-    store_kv,
-    store_kv_rope,
     translate_loc,
 )
-from portakv.kernels._triton.launch import Launcher
+from portakv.kernels._triton.launch import Launcher, Op
 from portakv.kernels._triton.rows import Tile
 
-SOURCES = {
-    "translate_loc": translate_loc.source,
-    "cast_loc": cast_loc.source,
-    "patch_map": patch_map.source,
-    "build_read": build_read.source,
-    "store_kv": store_kv.source,
-    "gather_kv": gather_kv.source,
-    "move_kv": move_kv.source,
-    "store_kv_rope": store_kv_rope.source,
-    "store_kv_rope_flashmla": store_flashmla.rope_source,
-    "store_kv_flashmla": store_flashmla.source,
-    "gather_kv_flashmla": gather_flashmla.source,
+OPS = {
+    "translate_loc": Op(translate_loc.source, translate_loc.launch),
+    "cast_loc": Op(cast_loc.source, cast_loc.launch),
+    "patch_map": Op(patch_map.source, patch_map.launch),
+    "build_read": Op(build_read.source, build_read.launch),
+    "store_kv": Op(copy_rows.source, copy_rows.launch),
+    "gather_kv": Op(copy_rows.source, copy_rows.launch_gather),
+    "move_kv": Op(move_kv.source, move_kv.launch),
+    "store_kv_rope": Op(copy_rows.source, copy_rows.launch_rope),
+    "store_kv_rope_flashmla": Op(copy_flashmla.source, copy_flashmla.launch_rope),
+    "store_kv_flashmla": Op(copy_flashmla.source, copy_flashmla.launch),
+    "gather_kv_flashmla": Op(copy_flashmla.source, copy_flashmla.launch_gather),
 }
-"""How each op's variants become kernels."""
+"""The ops that a device with Triton has."""
 
 
 @functools.cache
 def launcher(gpu: Gpu) -> Launcher:
     """The one launcher of a device's kernels."""
-    return Launcher(gpu.backend, SOURCES, {lanes: tuple(Tile(*x) for x in of) for lanes, of in gpu.tiles.items()})
+    return Launcher(gpu.backend, OPS, {lanes: tuple(Tile(*x) for x in of) for lanes, of in gpu.tiles.items()})

@@ -14,7 +14,7 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, ReadFormat, Structure, Variant
 from portakv.kernels._triton.launch import Launcher, Source
 from portakv.kernels._triton.rows import Tile
-from portakv.kernels._triton.slots import INDEX_TYPES, count_faults
+from portakv.kernels._triton.slots import INDEX_TYPES, count_faults, pointers
 
 Tensor = torch.Tensor
 
@@ -268,17 +268,17 @@ def kernel(
         if not PER_QUERY and step != 1:
             entries = (named + step - 1) // step
         places = tl.where(line < num_lines, num_places, 0)
-    slots = table + row * table_stride + start
+    slots = pointers(table, row * table_stride + start)
     for low in range(split * SPAN, tl.minimum(split * SPAN + SPAN, places), COLUMNS):
         column = low + tl.arange(0, COLUMNS).to(tl.int64)
         live = column < entries
         place = column if RAGGED or PER_QUERY else column * step
-        slot = tl.load(slots + place, mask=live, other=0).to(tl.int64)
+        slot = tl.load(pointers(slots, place), mask=live, other=0).to(tl.int64)
         lost = slot >= num_slots
         named_here = (slot > 0) & (slot < num_slots)
         held = named_here & (slot >= reserved)
         if has_mapping != 0:
-            slot = tl.load(mapping + slot, mask=named_here, other=0)
+            slot = tl.load(pointers(mapping, slot), mask=named_here, other=0)
             lost = lost | (held & (slot <= 0))
             named_here = named_here & (slot > 0)
         if not (RAGGED or PER_QUERY) and step != 1:

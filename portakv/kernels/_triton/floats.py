@@ -19,17 +19,24 @@ from portakv.formats import CANONICAL_NAN, FP8_DIALECTS
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float's bit layout.
+    """A float's bit layout, and the integer type `unit` that rows of it are moved in.
 
-    `inf` is the pattern of infinity, 0 where there is none; `max` the float32 bits that a conversion
-    saturates to, 0 where it overflows to infinity.
+    An item has `item` bytes, and is one unit unless bytes move unchanged. `inf` is the pattern of infinity, 0 where
+    there is none; `max` the float32 bits that a conversion saturates to, 0 where it overflows to infinity.
     """
 
+    item: int
     mantissa: int
     bias: int
     inf: int
     nan: int
     max: int
+    unit: tl.dtype
+
+    @property
+    def value(self) -> Float:
+        """Itself: a compiled kernel has the float in a `tl.constexpr`, whose `value` it is, an interpreted one bare."""
+        return self
 
 
 def _float32_bits(x: float) -> int:
@@ -37,19 +44,25 @@ def _float32_bits(x: float) -> int:
 
 
 FLOATS = {
-    torch.float32: Float(23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0),
-    torch.float16: Float(10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0),
-    torch.bfloat16: Float(7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0),
+    torch.float32: Float(4, 23, 127, 0x7F800000, CANONICAL_NAN[torch.float32], 0, tl.int32),
+    torch.float16: Float(2, 10, 15, 0x7C00, CANONICAL_NAN[torch.float16], 0, tl.int16),
+    torch.bfloat16: Float(2, 7, 127, 0x7F80, CANONICAL_NAN[torch.bfloat16], 0, tl.int16),
 }
 for _dtype, _fp8 in FP8_DIALECTS.items():
     _inf = 0x7C if _dtype is torch.float8_e5m2 else 0
-    FLOATS[_dtype] = Float(_fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max))
+    _bits = _fp8.mantissa_bits, _fp8.exponent_bias, _inf, _fp8.nan_byte, _float32_bits(_fp8.max)
+    FLOATS[_dtype] = Float(1, *_bits, tl.int8)
 
 
 @triton.jit
-def decode(raw, MANTISSA: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, NAN: tl.constexpr):
-    """The exact float32 value of `raw`, an integer of the float's width; NaN becomes some NaN."""
-    BITS: tl.constexpr = raw.dtype.primitive_bitwidth
+def decode(raw, FLOAT: tl.constexpr):
+    """The exact float32 value of `raw`, a float's units; NaN becomes some NaN."""
+    # Constexprs of their own: Triton 3.3 cannot compare the plain ints that they are.
+    BITS: tl.constexpr = 8 * FLOAT.value.item
+    MANTISSA: tl.constexpr = FLOAT.value.mantissa
+    BIAS: tl.constexpr = FLOAT.value.bias
+    INF: tl.constexpr = FLOAT.value.inf
+    NAN: tl.constexpr = FLOAT.value.nan
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = raw.to(tl.int32)
     if BITS < 32:
@@ -70,16 +83,14 @@ def decode(raw, MANTISSA: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, N
 
 
 @triton.jit
-def encode(
-    x,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    INF: tl.constexpr,
-    NAN: tl.constexpr,
-    MAX: tl.constexpr,
-):
-    """float32 `x` as an int32 whose low `BITS` bits are the float: to nearest even, any NaN as `NAN`."""
+def encode(x, FLOAT: tl.constexpr):
+    """float32 `x` as a float's units: to nearest even, any NaN as its NaN."""
+    BITS: tl.constexpr = 8 * FLOAT.value.item
+    MANTISSA: tl.constexpr = FLOAT.value.mantissa
+    BIAS: tl.constexpr = FLOAT.value.bias
+    INF: tl.constexpr = FLOAT.value.inf
+    NAN: tl.constexpr = FLOAT.value.nan
+    MAX: tl.constexpr = FLOAT.value.max
     SHIFT: tl.constexpr = 23 - MANTISSA
     word = x.to(tl.int32, bitcast=True)
     magnitude = word & 0x7FFFFFFF
@@ -101,4 +112,4 @@ def encode(
         if NAN == 1 << (BITS - 1):  # fnuz: the pattern of -0 is the NaN
             sign = tl.where(out == 0, 0, sign)
         word = out | sign
-    return tl.where(is_nan, NAN, word)
+    return tl.where(is_nan, NAN, word).to(FLOAT.value.unit)

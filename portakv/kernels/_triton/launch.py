@@ -7,20 +7,21 @@ signature is explicit, so a call can only ever ask for a variant that `list_vari
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime import driver
 
 from portakv.errors import NoKernel
 from portakv.formats import VECTOR_BYTES, KVFormat, Structure, Variant
+from portakv.kernels._triton.driver import driving
 from portakv.kernels._triton.rows import Tile, Tiles
 
 Tensor = torch.Tensor
@@ -30,8 +31,10 @@ Tensor = torch.Tensor
 class Source:
     """One variant's kernel before compilation.
 
-    A kernel takes pointers, then int64 scalars, then constexprs. `tensors` maps pointers to element types:
-    "u8" for rows, which the kernel casts to its own unit. `chunks` programs together cover `rows` rows.
+    A kernel takes pointers, then int64 scalars, then constexprs. `tensors` maps the op's own names of the pointers, in
+    the kernel's order, to element types: "u8" for rows, which the kernel casts to its own unit. The last pointers and
+    the last scalars may be `constants` too, None, in a variant that does without them. `chunks` programs together cover
+    `rows` rows.
     """
 
     fn: Any
@@ -41,9 +44,21 @@ class Source:
     rows: int
     chunks: int = 1
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The kernel's own names of what a launch passes."""
+        return tuple(name for name in self.fn.arg_names if name not in self.constants)
+
 
 SourceOf = Callable[[Variant, tuple[Tile, ...], int], Source]
 """Makes the source of a variant from a device's tiles and its lanes per warp."""
+
+
+class Op(NamedTuple):
+    """How an op's variants become kernels, and the function that launches them: a Launcher, then the op's arguments."""
+
+    source: SourceOf
+    launch: Callable[..., None]
 
 
 def compile_source(source: Source, target: GPUTarget) -> Any:
@@ -77,7 +92,7 @@ def compile_ttir(source: Source, target: GPUTarget) -> str:
 def _ast(source: Source) -> tuple[ASTSource, dict[str, Any]]:
     """What Triton compiles, and with which options."""
     signature = dict.fromkeys(source.fn.arg_names, "i64")
-    signature |= {name: f"*{kind}" for name, kind in source.tensors.items()}
+    signature |= {name: f"*{kind}" for name, kind in zip(source.fn.arg_names, source.tensors.values(), strict=False)}
     signature |= dict.fromkeys(source.constants, "constexpr")
     attrs = {}
     if source.constants.get("ALIGNED"):
@@ -108,13 +123,13 @@ def addresses(names: Iterable[str], tensors: Sequence[Tensor]) -> list[int]:
 class Kernel:
     """A variant that is ready to run on one device. Call it with a grid, the tensors and the int scalars."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: Source, device: torch.device, target: GPUTarget) -> None:
         self.rows, self.chunks = source.rows, source.chunks
         self._names = tuple(source.tensors)
         module = torch.get_device_module(device)
         self._device, self._guard, self._current = device.index, module.device, module.current_device
-        with self._guard(self._device):
-            compiled = compile_source(source, driver.active.get_current_target())
+        with self._guard(self._device), driving(target.backend) as driver:
+            compiled = compile_source(source, target)
             self._compiled = compiled
             # Loads the binary, so it comes before `function`. What Triton 3.3 to 3.9 have; elsewhere the ordinary way.
             try:
@@ -122,10 +137,13 @@ class Kernel:
             except Exception as e:
                 hint = "portakv.warmup(pool) loads all that a pool needs, before any capture"
                 raise NotLoaded(f"{type(e).__name__}: {e}; {hint}") from e
-        self._function, self._metadata = (getattr(compiled, x, None) for x in ("function", "packed_metadata"))
-        self._stream = driver.active.get_current_stream
-        self._hooks = (None, None, None)  # launch metadata, and what a profiler runs before and after
-        self._tail = (None,) * len(source.constants)  # the launcher takes a place for every constexpr
+        # The function and its metadata, launch metadata, and what a profiler runs before and after.
+        self._head = (*(getattr(compiled, x, None) for x in ("function", "packed_metadata")), None, None, None)
+        self._stream = driver.get_current_stream
+        # The launcher takes a place for every constexpr: of pointers that there are not, and behind the scalars.
+        after = source.fn.arg_names[len(source.tensors) :]
+        self._absent = tuple(None for _ in itertools.takewhile(source.constants.__contains__, after))
+        self._tail = (None,) * (len(source.constants) - len(self._absent))
 
     def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], scalars: Sequence[int]) -> None:
         device = self._device
@@ -139,10 +157,10 @@ class Kernel:
         # Addresses instead of tensors: the launcher would look each one up in the driver.
         pointers = addresses(self._names, tensors)
         if self._run is None:
-            self._compiled[grid](*tensors, *scalars, *self._tail)
+            self._compiled[grid](*tensors, *self._absent, *scalars, *self._tail)
             return
         stream = self._stream(self._device)
-        self._run(*grid, stream, self._function, self._metadata, *self._hooks, *pointers, *scalars, *self._tail)
+        self._run(*grid, stream, *self._head, *pointers, *self._absent, *scalars, *self._tail)
 
 
 INTERPRETER_TILES = (Tile(1 << 20, 1 << 16, 256),)
@@ -160,16 +178,17 @@ class InterpretedKernel:
         addresses(self._source.tensors, tensors)
         kinds = self._source.tensors.values()
         views = [t.view(torch.uint8) if kind == "u8" else t for t, kind in zip(tensors, kinds, strict=True)]
-        self._source.fn[grid](*views, *scalars, **self._source.constants)
+        given = dict(zip(self._source.arguments, (*views, *scalars), strict=True))
+        self._source.fn[grid](**given, **self._source.constants)
 
 
 class Launcher:
     """One device folder's compiled kernels: its `backend`, its tiles, and what each variant became."""
 
-    def __init__(self, backend: str, sources: Mapping[str, SourceOf], tiles: Tiles) -> None:
+    def __init__(self, backend: str, ops: Mapping[str, Op], tiles: Tiles) -> None:
         self.backend = backend
         self.tiles = tiles
-        self._sources = sources
+        self._ops = ops
         self._kernels: dict[tuple[Variant, int], Kernel | InterpretedKernel | NoKernel] = {}
         self._hot: dict[tuple[object, ...], tuple[Kernel | InterpretedKernel, KVFormat | None]] = {}
 
@@ -178,9 +197,18 @@ class Launcher:
         """Every variant that was asked for so far, on any device."""
         return frozenset(variant for variant, _ in self._kernels)
 
+    def bind(self, op: str) -> Callable[..., None]:
+        """The op's `launch` on this launcher: the kernel that the dispatch table names.
+
+        Raises `AttributeError` for what is no op.
+        """
+        if op not in self._ops:
+            raise AttributeError(f"{self.backend} has no op {op!r}")
+        return functools.partial(self._ops[op].launch, self)
+
     def source(self, variant: Variant, warp_size: int) -> Source:
         """What `variant` compiles from on a device with `warp_size` lanes per warp."""
-        return self._sources[variant.op](variant, self.tiles[warp_size], warp_size)
+        return self._ops[variant.op].source(variant, self.tiles[warp_size], warp_size)
 
     def compile(self, variant: Variant, target: GPUTarget) -> Any:
         """`variant` for `target`, without a device (see `compile_source`)."""
@@ -230,13 +258,11 @@ class Launcher:
         return found
 
     def _build(self, variant: Variant, device: torch.device) -> Kernel | InterpretedKernel:
-        source = self._sources[variant.op](variant, INTERPRETER_TILES, 32)
+        source = self._ops[variant.op].source(variant, INTERPRETER_TILES, 32)
         if not isinstance(source.fn, triton.JITFunction):  # TRITON_INTERPRET=1 replaced it
             return InterpretedKernel(source)
         if device.index is None:
             raise ValueError(f"expected tensors on a {self.backend} device, got {device}")
-        with torch.get_device_module(device).device(device):
-            target = driver.active.get_current_target()
-        if target.backend != self.backend:
-            raise ValueError(f"expected Triton's {self.backend} driver, got its {target.backend} driver")
-        return Kernel(self.source(variant, target.warp_size), device)
+        with torch.get_device_module(device).device(device), driving(self.backend) as driver:
+            target = driver.get_current_target()
+        return Kernel(self.source(variant, target.warp_size), device, target)

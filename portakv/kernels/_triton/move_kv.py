@@ -35,7 +35,7 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
     fmt = variant.fmt
     assert fmt is not None
     cut = cut_rows(fmt, fmt.dtype, fmt.dtype, variant.alignment, tiles, lanes)
-    constants = {k: v for k, v in cut.constants.items() if k not in ("DST_ITEM", "DST_UNIT")}
+    constants = {k: v for k, v in cut.constants.items() if k != "DST"}
     return Source(
         kernel,
         dict.fromkeys(("k_from", "v_from", "k_to", "v_to"), "u8")
@@ -120,8 +120,7 @@ def kernel(
     V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SRC_ITEM: tl.constexpr,
-    SRC_UNIT: tl.constexpr,
+    SRC: tl.constexpr,
     RESERVED: tl.constexpr,
     FAULT: tl.constexpr,
 ):
@@ -150,7 +149,7 @@ def kernel(
     v_scratch = layer * v_row_layer + token * v_row + head * v_row_head
     k_offset, k_scratch = tl.where(writing != 0, k_scratch, k_offset), tl.where(writing != 0, k_offset, k_scratch)
     v_offset, v_scratch = tl.where(writing != 0, v_scratch, v_offset), tl.where(writing != 0, v_offset, v_scratch)
-    k_rows = tl.load(row_pointers(k_from, k_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=k_mask)
-    v_rows = tl.load(row_pointers(v_from, v_offset, column, SRC_ITEM, SRC_UNIT, ALIGNED), mask=v_mask)
-    tl.store(row_pointers(k_to, k_scratch, column, SRC_ITEM, SRC_UNIT, ALIGNED), k_rows, mask=k_mask)
-    tl.store(row_pointers(v_to, v_scratch, column, SRC_ITEM, SRC_UNIT, ALIGNED), v_rows, mask=v_mask)
+    k_rows = tl.load(row_pointers(k_from, k_offset, column, SRC, ALIGNED), mask=k_mask)
+    v_rows = tl.load(row_pointers(v_from, v_offset, column, SRC, ALIGNED), mask=v_mask)
+    tl.store(row_pointers(k_to, k_scratch, column, SRC, ALIGNED), k_rows, mask=k_mask)
+    tl.store(row_pointers(v_to, v_scratch, column, SRC, ALIGNED), v_rows, mask=v_mask)

@@ -10,7 +10,7 @@ import triton.language as tl
 from portakv.formats import Variant
 from portakv.kernels._triton.launch import Launcher, Source
 from portakv.kernels._triton.rows import Tile
-from portakv.kernels._triton.slots import SLOTS_PER_PROGRAM, load_slots
+from portakv.kernels._triton.slots import SLOTS_PER_PROGRAM, load_slots, pointers
 
 Tensor = torch.Tensor
 
@@ -36,4 +36,4 @@ def kernel(mapping, slots, values, num_slots, slots_stride, values_stride, lengt
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = load_slots(slots, slots_stride, index, num_slots, -1)
     value = tl.load(values + index * values_stride, mask=index < num_slots)
-    tl.store(mapping + slot, value, mask=(slot >= 0) & (slot < length))
+    tl.store(pointers(mapping, slot), value, mask=(slot >= 0) & (slot < length))

@@ -10,7 +10,7 @@ slot are written in any order, column by column: what that leaves of them says `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from portakv.formats import VECTOR_BYTES, KVFormat
 from portakv.kernels._triton.floats import FLOATS
+from portakv.kernels._triton.slots import pointers
 
 UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
@@ -87,31 +88,10 @@ def cut_rows(
         "V_DIM": v_dim,
         "BLOCK": block,
         "ALIGNED": alignment == VECTOR_BYTES,
-        "SRC_ITEM": src.itemsize,
-        "SRC_UNIT": UNITS[src_unit],
-        "DST_ITEM": dst.itemsize,
-        "DST_UNIT": UNITS[dst_unit],
+        "SRC": replace(FLOATS[src], unit=UNITS[src_unit]),
+        "DST": replace(FLOATS[dst], unit=UNITS[dst_unit]),
     }
     return Cut(rows, triton.cdiv(max(k_dim, v_dim), block), tile.num_warps, constants)
-
-
-def conversion(fmt: KVFormat, src: torch.dtype, dst: torch.dtype) -> dict[str, Any]:
-    """The constexprs of a kernel that decodes `src` and encodes `dst`; unused where they are one dtype."""
-    a, b = FLOATS[src], FLOATS[dst]
-    return {
-        "CONVERT": src != dst,
-        "SCALED": fmt.fp8 is not None,
-        "SRC_MANTISSA": a.mantissa,
-        "SRC_BIAS": a.bias,
-        "SRC_INF": a.inf,
-        "SRC_NAN": a.nan,
-        "DST_BITS": 8 * dst.itemsize,
-        "DST_MANTISSA": b.mantissa,
-        "DST_BIAS": b.bias,
-        "DST_INF": b.inf,
-        "DST_NAN": b.nan,
-        "DST_MAX": b.max,
-    }
 
 
 def _block(k_dim: int, v_dim: int, unit: int, limit: int) -> int:
@@ -129,8 +109,9 @@ def _block(k_dim: int, v_dim: int, unit: int, limit: int) -> int:
 def row_alignment(fmt: KVFormat, dtype: torch.dtype, addresses: int) -> int:
     """A variant's alignment: 16 if every row starts at a multiple of 16 bytes on both sides, else the item
     size of `dtype`. `addresses` is the bitwise or of every pointer and stride, in bytes."""
-    dims = (fmt.head_dim | fmt.v_head_dim) * min(dtype.itemsize, fmt.dtype.itemsize)
-    return dtype.itemsize if (addresses | dims) & (VECTOR_BYTES - 1) else VECTOR_BYTES
+    item = dtype.itemsize
+    dims = (fmt.head_dim | fmt.v_head_dim) * min(item, fmt.dtype.itemsize)
+    return item if (addresses | dims) & (VECTOR_BYTES - 1) else VECTOR_BYTES
 
 
 def cache_layout(cache: torch.Tensor) -> tuple[tuple[int, int], int, int, int]:
@@ -166,10 +147,10 @@ def check_pair(
 
 
 @triton.jit
-def row_pointers(base, offset, column, ITEM: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers `[rows, columns]` of type `UNIT`; a row starts `offset` items of `ITEM` bytes after `base`."""
-    base = base.to(tl.pointer_type(UNIT))
+def row_pointers(base, offset, column, FLOAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers `[rows, columns]` to units of `FLOAT`; a row starts `offset` items after `base`."""
+    base = base.to(tl.pointer_type(FLOAT.value.unit))
     if ALIGNED:
         # As a number of vectors times their width, which is how the compiler learns that it is aligned.
-        offset = ((offset * ITEM) >> 4) * (128 // base.dtype.element_ty.primitive_bitwidth)
-    return base + offset[:, None] + column[None, :]
+        offset = ((offset * FLOAT.value.item) >> 4) * (128 // base.dtype.element_ty.primitive_bitwidth)
+    return pointers(base, offset)[:, None] + column[None, :]

@@ -39,8 +39,16 @@ def write_slots(out, stride, length, index, value, cast_fault):
 
 
 @triton.jit
+def pointers(base, offset):
+    """Pointers `offset` elements after `base`. What derives from a slot, or a row of a table, is added to one here."""
+    tl.static_assert(offset.dtype == tl.int64, "expected 64-bit offsets")
+    return base + offset
+
+
+@triton.jit
 def slot_offset(slot, page_size, page_stride, slot_stride):
     """Elements before `slot`. 64-bit division is slow, so only paged caches pay for it."""
+    tl.static_assert(slot.dtype == tl.int64, "expected 64-bit slots")
     if page_size == 1:
         offset = slot * slot_stride
     else:

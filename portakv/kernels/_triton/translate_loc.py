@@ -15,6 +15,7 @@ from portakv.kernels._triton.slots import (
     SLOTS_PER_PROGRAM,
     count_faults,
     load_slots,
+    pointers,
     write_slots,
 )
 
@@ -98,7 +99,7 @@ def kernel(
     slot = load_slots(loc, loc_stride, index, num_tokens, PAD)
     live = index < num_tokens
     count_faults(faults + FAULT, live & (slot >= num_slots))
-    swa = tl.load(mapping + slot, mask=live & (slot >= 0) & (slot < num_slots), other=-1)
+    swa = tl.load(pointers(mapping, slot), mask=live & (slot >= 0) & (slot < num_slots), other=-1)
     swa = tl.where(live, swa, PAD)
     write_slots(swa_out, swa_stride, swa_len, index, swa, faults + CAST_FAULT)
     write_slots(loc_out, loc_out_stride, loc_len, index, slot, faults + CAST_FAULT)
