@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from portakv.conformance.prove.terms import Condition, Sum
@@ -182,10 +183,40 @@ class Program:
             # Of a load the value does not matter here, nor what a masked lane would get: both may be anything.
             waiting += op.operands
             for block in op.blocks:
-                waiting += [x for x in block.ops[-1].operands if op.name in ("scf.for", "scf.if")]
+                waiting += [x for x in block.ops[-1].operands if block.ops[-1].name == "scf.yield"]
             for step in self.paths[id(op)]:
                 waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
         return kept
+
+    def derived(self, start: str) -> set[str]:
+        """`start` and the values that derive from it, by data; of a branch or a loop, those that come out of it."""
+        made: dict[str, list[str]] = {}
+        for used, name in self._uses():
+            made.setdefault(used, []).append(name)
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += made.get(name, ())
+        return found
+
+    def _uses(self) -> Iterator[tuple[str, str]]:
+        """Each value that an op uses, with each that is made of it."""
+        for op in self.kernel.body.walk():
+            entered, carried = op.operands, ()
+            if op.name == "scf.for":
+                turn, *carried = op.blocks[0].arguments
+                entered, begun = op.operands[:3], op.operands[3:]
+                yield from ((x, turn) for x in entered)
+                yield from (x for made in (carried, op.results) for x in zip(begun, made, strict=True))
+            yield from itertools.product(entered, op.results)
+            for block in op.blocks:
+                if block.ops[-1].name == "scf.yield":
+                    yielded = block.ops[-1].operands
+                    yield from zip(yielded, op.results, strict=True)
+                    yield from zip(yielded, carried, strict=bool(carried))
 
     def skeleton(self) -> str:
         """The ops that are needed, their values numbered: kernels that differ only in what they make of data have the
