@@ -122,7 +122,9 @@ def test_a_slot_twice_is_written_twice(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 ROTATED = "which values are rotated is data: both ways lie inside"
-COUNTED = "whose lengths count is data: the places of two lines are apart whatever they are, and those between are padding"
+COUNTED = (
+    "whose lengths count is data: the places of two lines are apart whatever they are, and those between are padding"
+)
 SURVIVORS = {
     "store_kv_rope": {"ne, %interleaved, %c0_i64": ROTATED},
     "store_kv_rope_flashmla": {"ne, %interleaved, %rope": ROTATED},
@@ -132,7 +134,7 @@ SURVIVORS = {
         "slt, %block, %queries": "equivalent: one sequence more, behind all; but sums are known by their bounds alone",
     },
 }
-"""Comparisons that may be weakened and nothing is refuted, although accesses change for all the prover knows, and why."""
+"""Comparisons that may be weakened and nothing is refuted, though for all the prover knows accesses change, and why."""
 
 
 @functools.cache

@@ -287,10 +287,9 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
     width, slots = x.scalars["width"], x.scalars["num_slots"]
     line, split = thread.program_id(0), thread.program_id(1)
     accesses = thread.program.accesses
+    # Its first loops take the sequences; those of queries are summed up in one of their own.
     loops = [
-        next((step.op for step in access.path if isinstance(step, Loop)), None)
-        for access in accesses
-        if access.kind == "atomic"
+        step.op for access in accesses if access.kind == "atomic" for step in access.path if isinstance(step, Loop)
     ]
 
     # What is wrong with a whole sequence is counted by the first program of the line past the last one: queries that no
@@ -302,8 +301,7 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
         queries = terms.choose(terms.less(sequence, x.scalars["batch"]), _queries(x, thread, 0, sequence), number(0))
         past = terms.less(x.scalars["num_lines"], _queries_up_to(thread))
         found.append(("build_read", both(judges, past, terms.at_least(queries, 1))))
-    summed = loops[per_query]
-    sequence = _sequence(x, thread, summed)
+    sequence = _sequence(x, thread, loops[per_query])
     row = thread.read("rows")
     end = _end(x, thread, 0, sequence)
     known = both(terms.at_least(row, 0), terms.less(row, x.scalars["num_requests"]), terms.at_least(width, end))

@@ -55,7 +55,7 @@ def weaken_each(subject: Subject) -> Iterator[Mutant]:
 
 @dataclass(kw_only=True)
 class Twin(Thread):
-    """The lane that `whole` is, in a kernel in which only `changed` may differ; all else has the values that it has there."""
+    """The lane that `whole` is, in a kernel in which only `changed` may differ; other values are those of `whole`."""
 
     whole: Thread
     changed: set[str]
@@ -65,7 +65,9 @@ class Twin(Thread):
 
     def variable(self, what: str, most: int) -> Sum:
         found = self.whole.variable(what, most)
-        assert self.terms.range(found)[1] >= most, f"{what}: expected no more lanes or iterations than in the whole kernel"
+        assert self.terms.range(found)[1] >= most, (
+            f"{what}: expected no more lanes or iterations than in the whole kernel"
+        )
         return found
 
 

@@ -205,7 +205,7 @@ class Program:
     def _uses(self) -> Iterator[tuple[str, str]]:
         """Each value that an op uses, with each that is made of it."""
         for op in self.kernel.body.walk():
-            entered, carried = op.operands, ()
+            entered, carried = op.operands, list[str]()
             if op.name == "scf.for":
                 turn, *carried = op.blocks[0].arguments
                 entered, begun = op.operands[:3], op.operands[3:]

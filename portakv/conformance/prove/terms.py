@@ -301,7 +301,7 @@ class Terms:
         return self._asked[key][1]
 
     def _laws(self, products: Mapping[str, tuple[str, str]], twins: Mapping[str, str]) -> list[Condition]:
-        """Each product is known for factors 0 and 1, and grows with one factor by the other where that is not negative."""
+        """Each product is known for factors 0 and 1, and grows with one factor where the other is not negative."""
         by_factor: dict[str, list[tuple[str, str]]] = {}
         for product, (a, b) in products.items():
             for x, y in ((a, b), (b, a)) if a != b else ((a, b),):
