@@ -208,7 +208,7 @@ def compare(old: Path, new: Path, pairs: int, only: Sequence[str]) -> dict[str, 
     for pair in range(pairs):
         for build in (new, old) if pair % 2 else (old, new):
             runs[build].append(run(build, only))
-        print(f"pair {pair + 1} of {pairs}", end="\r", file=sys.stderr, flush=True)
+        print(f"pair {pair + 1} of {pairs}", end="\n" if pair + 1 == pairs else "\r", file=sys.stderr, flush=True)
     rows = {}
     for name in runs[old][0]["us"]:
         before, after = ([run["us"][name] for run in runs[build]] for build in (old, new))

@@ -12,7 +12,7 @@ import z3
 from portakv.conformance.prove.kernels import Subject
 from portakv.conformance.prove.launch import as_z3
 from portakv.conformance.prove.launches import cases
-from portakv.conformance.prove.program import Branch, Lane, Path, Program, Value
+from portakv.conformance.prove.program import Lane, Program, Value
 from portakv.conformance.prove.proof import CaseProof
 from portakv.conformance.prove.terms import Sum, both, negate
 from portakv.conformance.prove.threads import Thread
@@ -79,16 +79,10 @@ def same_accesses(subject: Subject, program: Program, broken: Program, weakened:
         one, terms = proof.one, proof.terms
         twin = Twin(broken, terms, one.name, one.scalars, one.programs, whole=one, changed=changed)
         for a, access in zip(proof.touches, broken.accesses, strict=True):
-            if changed.isdisjoint((access.op.operands[0], access.mask, *decides(access.path))):
+            if changed.isdisjoint(access.decided_by()):
                 continue
             b = twin.touch(access)
             moved = both(a.when, negate(terms.equal(a.pointer.offset, b.pointer.offset)))
             if proof.ask(z3.Or(as_z3(a.when) != as_z3(b.when), as_z3(moved))) is not None:
                 return False
     return True
-
-
-def decides(path: Path) -> Iterator[str]:
-    """The values that say whether an op on `path` is reached, and in which iterations."""
-    for step in path:
-        yield from (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
