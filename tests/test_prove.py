@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -45,14 +45,14 @@ def subject(kind: str, at: int = 0) -> Subject:
     return Subject.compile(variants(kind)[at], SM_90)
 
 
-def problems(of: Subject) -> list[str]:
-    return [f"{x.what}: {x.problem}" for x in of.prove() if x.problem]
+def problems(of: Subject) -> Iterator[str]:
+    return (f"{x.what}: {x.problem}" for x in of.prove() if x.problem)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, -1])
 def test_a_few_variants_of_each_op_are_proved(kind: str, at: int) -> None:
-    assert problems(subject(kind, at)) == []
+    assert list(problems(subject(kind, at))) == []
 
 
 def test_the_list_is_complete() -> None:
@@ -131,23 +131,40 @@ def test_an_offset_cut_to_32_bits_is_refuted(op: str) -> None:
     assert any("stays inside: refuted" in x for x in problems(of))
 
 
-SURVIVORS = {
-    "interleaved": "which values are rotated is data: both ways lie inside",
-    "row_": "whose lengths count is data: the sums of lines still do not overlap",
-}
-"""Comparisons, by a name in them, that may be weakened and nothing is refuted, and why. `build_read query_rows` is not
-among the kinds here: 12 of its 32 are, as what sums over queries come to is known by their bounds alone."""
-
-
-@pytest.mark.parametrize(
-    "kind", ["store_kv", "gather_kv", "translate_loc", "cast_loc", "patch_map", "store_kv_rope", "build_read rows"]
+ROTATED = "which values are rotated is data: both ways lie inside"
+COUNTED = (
+    "whose lengths count is data: the places of two lines are apart whatever they are, and those between are padding"
 )
+SURVIVORS = {
+    "store_kv_rope": {"ne, %interleaved, %c0_i64": ROTATED},
+    "store_kv_rope_flashmla": {"ne, %interleaved, %rope": ROTATED},
+    "build_read ragged": {"sge, %row, %cst": COUNTED, "slt, %row, %known": COUNTED},
+    "build_read query_rows": {
+        "sle, %ends, %passed": "a line of the sequence before or behind reads inside as well",
+        "slt, %block, %queries": "equivalent: one sequence more, behind all; but sums are known by their bounds alone",
+    },
+}
+"""Comparisons that may be weakened and nothing is refuted, though for all the prover knows accesses change, and why."""
+
+
+@functools.cache
+def weakened(kind: str) -> list[mutants.Mutant]:
+    return list(mutants.weaken_each(subject(kind)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_weakened_comparisons_are_refuted(kind: str) -> None:
-    found = list(mutants.weaken_each(subject(kind)))
-    survived = [x.line for x in found if x.outcome == "survived"]
-    assert [line for line in survived if not any(name in line for name in SURVIVORS)] == []
-    assert len(survived) <= 0.1 * len(found)
+    found = weakened(kind)
+    # Compilers number the values that share a name.
+    lines = [re.sub(r"_\d+\b", "", x.line.removeprefix("arith.cmpi ").partition(" : ")[0]) for x in found]
+    survived = [line for line, x in zip(lines, found, strict=True) if x.outcome == "survived"]
+    assert sorted(survived) == sorted(SURVIVORS.get(kind, {}))
     assert sum(x.outcome == "refuted" for x in found) >= 2
+
+
+def test_of_weakened_comparisons_that_are_not_equivalent_most_are_refuted() -> None:
+    found = [x.outcome for kind in KINDS for x in weakened(kind)]
+    assert found.count("refuted") >= 0.95 * (len(found) - found.count("equivalent"))
 
 
 def test_what_is_weakened_holds_in_one_case_more() -> None:
@@ -166,7 +183,7 @@ def test_what_is_weakened_holds_in_one_case_more() -> None:
 def test_an_op_without_a_meaning_is_an_error_by_name(known: str, strange: str) -> None:
     of = subject("store_kv")
     with pytest.raises(UnknownOp, match=strange.rstrip(",")):
-        Subject.of(of.variant, cuda.LAUNCHER.source(of.variant, 32), of.text.replace(known, strange)).prove()
+        list(Subject.of(of.variant, cuda.LAUNCHER.source(of.variant, 32), of.text.replace(known, strange)).prove())
 
 
 # The command.

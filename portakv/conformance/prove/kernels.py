@@ -80,8 +80,12 @@ class Subject:
     def key(self) -> object:
         return self.variant, self.constants, self.skeleton
 
-    def prove(self) -> list[Finding]:
-        return prove(self.text, self.arguments, self.variant, dict(self.constants))
+    def program(self) -> Program:
+        return Program(ttir.parse(self.text), self.arguments)
+
+    def prove(self, program: Program | None = None) -> Iterator[Finding]:
+        """What is found of it, or of another kernel in its place."""
+        return prove(program or self.program(), self.variant, dict(self.constants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,6 @@ def _compile(variant: Variant, target: Target) -> Subject | str:
 
 def _prove(subject: Subject) -> list[Finding]:
     try:
-        return subject.prove()
+        return list(subject.prove())
     except Exception as e:
         return [Finding(type(e).__name__, " ".join(str(e).split()))]

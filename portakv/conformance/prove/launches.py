@@ -254,23 +254,27 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
     width, slots = x.scalars["width"], x.scalars["num_slots"]
     line, split = thread.program_id(0), thread.program_id(1)
     accesses = thread.program.accesses
-    atomics = [access for access in accesses if access.kind == "atomic"]
+    # Its first loops take the sequences; those of queries are summed up in one of their own.
+    loops = [
+        step.op for access in accesses if access.kind == "atomic" for step in access.path if isinstance(step, Loop)
+    ]
 
-    # A sequence out of order is counted by the first program of the line past the last one.
-    judging = atomics[per_query]
-    (loop,) = (step.op for step in judging.path if isinstance(step, Loop))
-    block = thread.bounds(loop)[3] + thread.lane((x.constants["SEQUENCES"],))[0]
-    row = thread.read("rows")
-    end = _length(x, thread.read("seq_lens"), True)
-    end += _length(x, thread.read("extra_lens"), terms.less(block, x.scalars["num_extra"]))
-    known = both(terms.at_least(row, 0), terms.less(row, x.scalars["num_requests"]), terms.at_least(width, end))
+    # What is wrong with a whole sequence is counted by the first program of the line past the last one: queries that no
+    # line is left for, then a row or a length that the table does not have.
     judges = both(terms.equal(line, x.scalars["num_lines"]), terms.equal(split, 0))
-    live = terms.less(block, x.scalars["batch"])
-    found: list[tuple[str, Condition | None]] = [("build_read", None)] * per_query
-    found.append(("build_read", both(judges, live, negate(known))))
+    found: list[tuple[str, Condition | None]] = []
+    if per_query:
+        sequence = _sequence(x, thread, loops[0])
+        queries = terms.choose(terms.less(sequence, x.scalars["batch"]), _queries(x, thread, 0, sequence), number(0))
+        past = terms.less(x.scalars["num_lines"], _queries_up_to(thread))
+        found.append(("build_read", both(judges, past, terms.at_least(queries, 1))))
+    sequence = _sequence(x, thread, loops[per_query])
+    row = thread.read("rows")
+    end = _end(x, thread, 0, sequence)
+    known = both(terms.at_least(row, 0), terms.less(row, x.scalars["num_requests"]), terms.at_least(width, end))
+    found.append(("build_read", both(judges, terms.less(sequence, x.scalars["batch"]), negate(known))))
 
-    # A line that is cut. Where lines are queries, which sequence it is of comes from a sum.
-    found.append(("build_read", None if per_query else _cut(x, thread, loop)))
+    found.append(("build_read", _cut(x, thread, loops[0])))
 
     # A slot that is read and lies past the end, out of step with its page, or without a peer; a value that is written
     # and does not fit.
@@ -294,35 +298,62 @@ def _read_faults(x: Launch, thread: Thread) -> list[tuple[str, Condition | None]
     return found
 
 
-def _length(x: Launch, length: Sum, live: Condition) -> Sum:
-    """A length as the kernel takes it: in [0, width + 1], 0 where there is none."""
-    terms = x.terms
-    return terms.choose(live, terms.minimum(terms.maximum(length, number(0)), x.scalars["width"] + 1), number(0))
+def _sequence(x: Launch, thread: Thread, loop: Op) -> Sum:
+    """Which sequence a lane of a loop over them takes."""
+    return thread.bounds(loop)[3] + thread.lane((x.constants["SEQUENCES"],))[0]
+
+
+def _length(x: Launch, length: Sum) -> Sum:
+    """A length as the kernel takes it: in [0, width + 1]."""
+    return x.terms.minimum(x.terms.maximum(length, number(0)), x.scalars["width"] + 1)
+
+
+def _end(x: Launch, thread: Thread, load: int, sequence: Sum) -> Sum:
+    """Where a sequence ends, by its `load`-th loads; past the table too."""
+    extra = x.terms.less(sequence, x.scalars["num_extra"])
+    end = _length(x, thread.read("seq_lens", load))
+    return end + x.terms.choose(extra, _length(x, thread.read("extra_lens", load)), number(0))
+
+
+def _queries(x: Launch, thread: Thread, load: int, sequence: Sum) -> Sum:
+    given = x.terms.less(sequence, x.scalars["num_queries"])
+    queries = x.terms.choose(given, _length(x, thread.read("query_lens", load)), number(1))
+    return x.terms.minimum(queries, x.scalars["width"])
+
+
+def _queries_up_to(thread: Thread) -> Sum:
+    """Those of all sequences up to a lane's, as the kernel sums them up."""
+    ops = list(thread.program.kernel.body.walk())
+    (scan,) = (op for op in ops if op.name == "tt.scan")
+    (carried,) = (op for op in ops if scan.results[0] in op.operands)
+    return thread.integer(carried.results[0], thread.lane(carried.types[-1].shape)).sum
 
 
 def _cut(x: Launch, thread: Thread, summed: Op) -> Condition:
-    """That a sequence names more than its line has room for."""
+    """That a line names more than it has room for."""
     terms, scalars = x.terms, x.scalars
-    line, split, width, places = thread.program_id(0), thread.program_id(1), scalars["width"], scalars["num_places"]
+    line, split, places = thread.program_id(0), thread.program_id(1), scalars["num_places"]
+    # What is summed up of all before the line, by which of the loop's results it is.
+    sums = {total.name.rpartition("#")[2]: total.result for total in thread.totals if total.loop is summed}
+    per_query, ragged = (x.variant.structure is structure for structure in (Structure.QUERY_ROWS, Structure.RAGGED))
+    sequence = sums["0"] if per_query else line
     row = thread.read("rows", 1)
     known = both(terms.at_least(row, 0), terms.less(row, scalars["num_requests"]))
-    end = _length(x, thread.read("seq_lens", 1), True)
-    end += _length(x, thread.read("extra_lens", 1), terms.less(line, scalars["num_extra"]))
-    end = terms.choose(known, terms.minimum(end, width), number(0))
-    given = terms.less(line, scalars["num_queries"])
-    ragged = x.variant.structure is Structure.RAGGED
-    queries = _length(x, thread.read("query_lens", 1 if ragged else 0), True)
-    queries = terms.minimum(terms.choose(given, queries, number(1)), width)
-    start = terms.maximum(end - queries - scalars["window"] + 1, number(0))
+    end = terms.choose(known, terms.minimum(_end(x, thread, 1, sequence), scalars["width"]), number(0))
+    queries = _queries(x, thread, per_query or ragged, sequence)
     stop = end - terms.times(scalars["prefix_only"], queries)
+    query = end - queries
+    if per_query:
+        query += line - sums["1"]
+        stop = terms.minimum(query + 1, stop)
+    start = terms.maximum(query - scalars["window"] + 1, number(0))
     some = terms.less(start, stop)
     room = terms.times(places, scalars["step"])
     if ragged:
-        before = next(total.result for total in thread.totals if total.loop is summed and total.name.endswith("#0"))
-        room = places - terms.minimum(before, places)
+        room = places - terms.minimum(sums["0"], places)
     else:
         start -= terms.divide(start, scalars["step"])[1]  # pages begin at a page's first slot
-    here = both(terms.less(line, scalars["num_lines"]), terms.less(line, scalars["batch"]), terms.equal(split, 0))
+    here = both(terms.less(line, scalars["num_lines"]), terms.less(sequence, scalars["batch"]), terms.equal(split, 0))
     return both(here, some, terms.less(room, stop - start))
 
 

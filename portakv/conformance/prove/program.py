@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from portakv.conformance.prove.terms import Condition, Sum
@@ -75,6 +76,12 @@ class Loop:
 Path = tuple[Branch | Loop, ...]
 
 
+def decided_by(path: Path) -> Iterator[str]:
+    """The values that say whether an op on `path` is reached, and in which iterations."""
+    for step in path:
+        yield from (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Access:
     """A load, store or atomic of the kernel; `index` counts those before it."""
@@ -91,6 +98,12 @@ class Access:
     def mask(self) -> str | None:
         at = 1 if self.op.name == "tt.load" else 2
         return self.op.operands[at] if len(self.op.operands) > at else None
+
+    def decided_by(self) -> Iterator[str]:
+        """The values that say where it is made, and when."""
+        yield self.op.operands[0]
+        yield from () if self.mask is None else (self.mask,)
+        yield from decided_by(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,27 +178,46 @@ class Program:
 
     def needed(self) -> set[int]:
         """The accesses, and the ops that their addresses, their masks and the ways to them derive from, by id."""
-        needed: set[str] = set()
-        waiting: list[str] = []
-        for access in self.accesses:
-            waiting += [access.op.operands[0], *(() if access.mask is None else (access.mask,))]
-            for step in access.path:
-                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
-        kept: set[int] = {id(access.op) for access in self.accesses}
+        sources: dict[str, list[str]] = {}
+        for used, name in self._uses():
+            sources.setdefault(name, []).append(used)
+        kept = {id(access.op) for access in self.accesses}
+        met: set[str] = set(self.kernel.parameters)
+        waiting = [name for access in self.accesses for name in access.decided_by()]
         while waiting:
             name = waiting.pop()
-            if name in needed or name in self.kernel.parameters:
-                continue
-            needed.add(name)
-            op, _ = self.defined.get(name) or self.carried[name]
-            kept.add(id(op))
-            # Of a load the value does not matter here, nor what a masked lane would get: both may be anything.
-            waiting += op.operands
-            for block in op.blocks:
-                waiting += [x for x in block.ops[-1].operands if op.name in ("scf.for", "scf.if")]
-            for step in self.paths[id(op)]:
-                waiting += (step.condition,) if isinstance(step, Branch) else step.op.operands[:3]
+            if name not in met:
+                met.add(name)
+                op, _ = self.defined.get(name) or self.carried[name]
+                kept.add(id(op))
+                # Of a load the value does not matter here, nor what a masked lane would get: both may be anything.
+                waiting += (*sources.get(name, ()), *decided_by(self.paths[id(op)]))
         return kept
+
+    def derived(self, start: str) -> set[str]:
+        """`start` and the values that derive from it, by data; of a branch or a loop, those that come out of it."""
+        found: set[str] = set()
+        more = {start}
+        while more:
+            found |= more
+            more = {name for used, name in self._uses() if used in more} - found
+        return found
+
+    def _uses(self) -> Iterator[tuple[str, str]]:
+        """Each value that an op uses, with each that is made of it."""
+        for op in self.kernel.body.walk():
+            entered, carried = op.operands, list[str]()
+            if op.name == "scf.for":
+                turn, *carried = op.blocks[0].arguments
+                entered, begun = op.operands[:3], op.operands[3:]
+                yield from ((x, turn) for x in entered)
+                yield from (x for made in (carried, op.results) for x in zip(begun, made, strict=True))
+            yield from itertools.product(entered, op.results)
+            for block in op.blocks:
+                if block.ops[-1].name == "scf.yield":
+                    yielded = block.ops[-1].operands
+                    yield from zip(yielded, op.results, strict=True)
+                    yield from zip(yielded, carried, strict=bool(carried))
 
     def skeleton(self) -> str:
         """The ops that are needed, their values numbered: kernels that differ only in what they make of data have the

@@ -12,7 +12,6 @@ from typing import Any
 
 import z3
 
-from portakv.conformance.prove import ttir
 from portakv.conformance.prove.launch import Case, Launch
 from portakv.conformance.prove.launches import LAUNCHES, cases
 from portakv.conformance.prove.program import DATA, STRUCTURE, Access, Program, Total, Touch, UnknownOp
@@ -32,23 +31,17 @@ class Finding:
     problem: str | None = None
 
 
-def prove(text: str, arguments: Sequence[str], variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
-    """Everything about the kernel whose TTIR is `text`. Raises `UnknownOp` for an op that has no meaning here."""
-    return prove_program(Program(ttir.parse(text), arguments), variant, constants)
-
-
-def prove_program(program: Program, variant: Variant, constants: Mapping[str, Any]) -> list[Finding]:
+def prove(program: Program, variant: Variant, constants: Mapping[str, Any]) -> Iterator[Finding]:
+    """Everything about a kernel, as it is found. Raises `UnknownOp` for an op that has no meaning here."""
     if variant.op not in LAUNCHES:
         raise UnknownOp(f"{variant.op}: expected an op whose launch is declared, one of {sorted(LAUNCHES)}")
     _require_meanings(program)
-    findings: list[Finding] = []
     unreached = set(program.accesses)
     for case in cases(variant):
-        findings += CaseProof(program, variant, constants, case).findings(unreached)
-    # Faults of a kind that int32 slots cannot have are counted nowhere.
-    dead = [x for x in unreached if x.kind != "atomic"]
-    findings += [Finding(f"{_name(x)} happens", "no launch makes it: nothing is shown of it") for x in dead]
-    return findings
+        yield from CaseProof(program, variant, constants, case).findings(unreached)
+    for access in unreached:
+        if access.kind != "atomic":  # faults of a kind that int32 slots cannot have are counted nowhere
+            yield Finding(f"{_name(access)} happens", "no launch makes it: nothing is shown of it")
 
 
 def _require_meanings(program: Program) -> None:
@@ -56,25 +49,6 @@ def _require_meanings(program: Program) -> None:
     for op in program.kernel.body.walk():
         if op.name not in STRUCTURE | DATA and not hasattr(Thread, f"do_{op.name.replace('.', '_')}"):
             raise UnknownOp(f"{op.name}: expected an op that the prover knows, got {op.text!r}")
-
-
-def same_accesses(program: Program, other: Program, variant: Variant, constants: Mapping[str, Any]) -> bool:
-    """Whether every lane of two programs makes the same accesses, whatever the launch."""
-    for case in cases(variant):
-        proof = CaseProof(program, variant, constants, case)
-        known: dict[str, Sum] = {}
-        for name in ("b", "c"):  # once more, when it is known which sums are the same
-            twin = Thread(other, proof.terms, name, proof.launch.scalars, proof.launch.programs, known=known)
-            twin.variables = dict(proof.one.variables)  # the same lane, program and iteration
-            for access in other.accesses:
-                twin.touch(access)
-            known = proof.same_totals(twin)
-        for a, access in zip(proof.touches, other.accesses, strict=True):
-            b = twin.touch(access)
-            moved = both(a.when, negate(proof.terms.equal(a.pointer.offset, b.pointer.offset)))
-            if proof._ask(z3.Or(_z(a.when) != _z(b.when), _z(moved))) is not None:
-                return False
-    return True
 
 
 def _name(access: Access) -> str:
@@ -99,15 +73,15 @@ class CaseProof:
     def findings(self, unreached: set[Access]) -> Iterator[Finding]:
         """All of this form; takes from `unreached` what some launch of it reaches."""
         everything = [fact for facts in self.terms.facts.values() for fact in facts]
-        yield self._finding("a launch exists", self._ask(*everything, wanted=z3.sat))
+        yield self._finding("a launch exists", self.ask(*everything, wanted=z3.sat))
         broken = [("a sum does not overflow", negate(owed)) for owed in self.one.owed]
         broken += [(f"{_name(touch.access)} stays inside", self._leaves(touch)) for touch in self.touches]
         yield from self._exclude(broken)
         new = [touch for touch in self.touches if touch.access in unreached]
-        if new and self._ask(*(touch.when for touch in new), wanted=z3.sat) is None:
+        if new and self.ask(*(touch.when for touch in new), wanted=z3.sat) is None:
             unreached.clear()
         for touch in new if unreached else ():
-            if self._ask(touch.when, wanted=z3.sat) is None:
+            if self.ask(touch.when, wanted=z3.sat) is None:
                 unreached.remove(touch.access)
         yield from self._counts()
         yield from self._once()
@@ -117,16 +91,16 @@ class CaseProof:
     ) -> Iterator[Finding]:
         """That none of several conditions can hold: asked of all at once, and of each where that is not so."""
         asked = [(what, condition) for what, condition in broken if not z3.is_false(condition)]
-        together = asked and self._ask(*known, z3.Or(*(_z(x) for _, x in asked)), twins=twins)
+        together = asked and self.ask(*known, z3.Or(*(_z(x) for _, x in asked)), twins=twins)
         for what, condition in broken:
             surely = not together or z3.is_false(condition)
-            yield self._finding(what, None if surely else self._ask(*known, condition, twins=twins))
+            yield self._finding(what, None if surely else self.ask(*known, condition, twins=twins))
 
     def _finding(self, what: str, problem: str | None) -> Finding:
         form = ", ".join(self.case.values())
         return Finding(f"{form}: {what}" if form else what, problem)
 
-    def _ask(self, *asked: Condition, wanted: Any = z3.unsat, twins: Mapping[str, str] | None = None) -> str | None:
+    def ask(self, *asked: Condition, wanted: Any = z3.unsat, twins: Mapping[str, str] | None = None) -> str | None:
         """None if z3 answers as wanted to whether all that is asked can hold at once, else what it says."""
         solver = z3.SolverFor("QF_UFLIA")  # with what it learnt from other questions it takes up to 300 times as long
         solver.set("timeout", SECONDS * 1000)
@@ -237,14 +211,10 @@ class CaseProof:
         """Totals that every program comes to."""
         other = self._thread("c")
         other.program_id(0), other.program_id(1)
-        return self.same_totals(other)
-
-    def same_totals(self, other: Thread) -> dict[str, Sum]:
-        """Totals to which another thread, of this program or of one with the same loops, adds the same terms."""
         same = {}
         for total in self.one.totals:
             (x, y), when = self._terms_of([self.one, other], [total, total], None)
-            if self._ask(when, negate(self.terms.equal(x, y))) is None:
+            if self.ask(when, negate(self.terms.equal(x, y))) is None:
                 same[total.name] = total.result
         return same
 
@@ -261,7 +231,7 @@ class CaseProof:
             first, second = a.program_id(0), b.program_id(0)
             (f, g), when = self._terms_of([a, b], [x, y], None)
             for order in (True, self.terms.at_least(second, first)):
-                if self._ask(both(order, when, negate(self.terms.at_least(g, f)))) is None:
+                if self.ask(both(order, when, negate(self.terms.at_least(g, f)))) is None:
                     (f, g), there = self._terms_of([a, b], [x, y], first)
                     laws.append(implies(order, self.terms.at_least(y.result, x.result)))
                     laws.append(implies(both(order, there), self.terms.at_least(y.result, x.result + g - f)))

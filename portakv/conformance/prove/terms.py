@@ -301,15 +301,13 @@ class Terms:
         return self._asked[key][1]
 
     def _laws(self, products: Mapping[str, tuple[str, str]], twins: Mapping[str, str]) -> list[Condition]:
-        """Each product grows with one factor by the other, where the other is not negative."""
+        """Each product is known for factors 0 and 1, and grows with one factor where the other is not negative."""
         by_factor: dict[str, list[tuple[str, str]]] = {}
         for product, (a, b) in products.items():
             for x, y in ((a, b), (b, a)) if a != b else ((a, b),):
                 by_factor.setdefault(twins.get(y, y), []).append((x, product))
         out: list[Condition] = []
         for factor, found in by_factor.items():
-            if self.ranges[factor][0] < 0 and len(found) == 1:
-                continue
             for one in found:
                 out += self._law(factor, one)
             for one, two in itertools.combinations(found, 2):
@@ -322,14 +320,15 @@ class Terms:
         if key not in self._made:
             y, x1, p1 = (self._symbols[name] for name in (factor, *one))
             if two is None:
+                always = [z3.Implies(x1 == 0, p1 == 0), z3.Implies(x1 == 1, p1 == y)]
                 laws = [z3.Implies(x1 <= 0, p1 <= 0), z3.Implies(x1 >= 1, p1 >= y), z3.Implies(x1 <= -1, p1 <= -y)]
-                laws += [z3.Implies(x1 == 0, p1 == 0), z3.Implies(x1 == 1, p1 == y)]
                 low, high = self.ranges[one[0]]
                 if low >= -SMALL and high <= SMALL:
                     laws += [p1 >= low * y, p1 <= high * y]
             else:
                 x2, p2 = (self._symbols[name] for name in two)
+                always = [z3.Implies(x1 == x2, p1 == p2)]
                 laws = [z3.Implies(x1 < x2, p1 + y <= p2), z3.Implies(x2 < x1, p2 + y <= p1)]
-                laws.append(z3.Implies(x1 == x2, p1 == p2))
-            self._made[key] = [z3.Implies(y >= 0, z3.And(*laws))] if self.ranges[factor][0] < 0 else laws
+            grows = [z3.Implies(y >= 0, z3.And(*laws))] if self.ranges[factor][0] < 0 else laws
+            self._made[key] = always + grows
         return self._made[key]

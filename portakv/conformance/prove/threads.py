@@ -32,7 +32,7 @@ from portakv.conformance.prove.program import (
     adds,
     turn_of,
 )
-from portakv.conformance.prove.terms import Condition, Sum, Terms, both, implies, negate, number
+from portakv.conformance.prove.terms import Condition, Range, Sum, Terms, both, implies, negate, number
 from portakv.conformance.prove.ttir import Op, Type
 
 
@@ -50,8 +50,9 @@ class Thread:
     owed: list[Condition] = field(default_factory=list)  # what must hold of every thread, beside its touches
     variables: dict[str, Sum] = field(default_factory=dict)  # what makes it this thread: program, lanes, iterations
     known: dict[str, Sum] = field(default_factory=dict)  # totals that are the same in another thread
-    _loaded: dict[int, Sum] = field(default_factory=dict)
+    _loaded: dict[object, Sum] = field(default_factory=dict)
     _memo: dict[object, Value] = field(default_factory=dict)
+    _ranges: dict[tuple[int, int], Range] = field(default_factory=dict)  # of what loops carry
 
     def variable(self, what: str, most: int) -> Sum:
         """A number in [0, most] that tells this thread from others."""
@@ -86,7 +87,7 @@ class Thread:
                 mine.append((load, lane))
         load, lane = mine[index]
         self.value(load.op.results[0], lane)
-        return self._loaded[id(load.op)]
+        return self._loaded[self._key(load.op.results[0], lane)]
 
     def touch(self, access: Access) -> Touch:
         pointer_name = access.op.operands[0]
@@ -148,10 +149,14 @@ class Thread:
         return value
 
     def value(self, name: str, at: Lane) -> Value:
-        key = (name, tuple(x.key for x in at))
+        key = self._key(name, at)
         if key not in self._memo:
             self._memo[key] = self._evaluate(name, at)
         return self._memo[key]
+
+    @staticmethod
+    def _key(name: str, at: Lane) -> object:
+        return name, tuple(x.key for x in at)
 
     def _evaluate(self, name: str, at: Lane) -> Value:
         if (parameter := self.program.parameter(name)) is not None:
@@ -237,36 +242,28 @@ class Thread:
         other.variables |= programs | {turn_of(loop): turn}
         return other
 
-    def _carried_range(self, loop: Op, i: int) -> tuple[int, int]:
+    def _carried_range(self, loop: Op, i: int) -> Range:
         """The range of a value that a loop carries and adds to; of its type, if it does not only add.
 
         A probe works out what is added while nothing is known of the carried values. If what is added lies in [a, b] in
         each of at most n iterations, the sum grows by [n·a, n·b]; in 64 bits it cannot have wrapped on its way there.
         """
-        body = loop.blocks[0]
-        kind = loop.types[i]
-        half = 1 << kind.bits - 1
-        key = ("range", id(loop), i)
-        if key not in self._memo:
-            self._memo[key] = Number(number(-half)), Number(number(half - 1))  # type: ignore[assignment]
-            name = body.ops[-1].operands[i]
-            op, _ = self.program.defined[name]
+        key = (id(loop), i)
+        if key not in self._ranges:
+            body, half = loop.blocks[0], 1 << loop.types[i].bits - 1
+            self._ranges[key] = -half, half - 1
+            op, _ = self.program.defined[body.ops[-1].operands[i]]
             if op.name == "arith.addi" and op.operands[0] == body.arguments[1 + i]:
+                memo = dict(self._memo)
                 added = self.terms.range(self.integer(op.operands[1], ()).sum)
                 first, last, by, _ = self.bounds(loop)
                 most = max(0, -(-(self.terms.range(last.sum)[1] - self.terms.range(first.sum)[0]) // by))
                 start = self.terms.range(self.integer(loop.operands[3 + i], ()).sum)
                 low, high = start[0] + most * min(0, added[0]), start[1] + most * max(0, added[1])
                 if -half <= low and high < half:
-                    self._memo[key] = Number(number(low)), Number(number(high))  # type: ignore[assignment]
-                self._forget(loop)
-        low_number, high_number = self._memo[key]  # type: ignore[misc]
-        return low_number.sum.const, high_number.sum.const
-
-    def _forget(self, loop: Op) -> None:
-        """Drop what was worked out of a loop's body while its carried values were unknown."""
-        inside = {name for op in loop.blocks[0].walk() for name in op.results} | set(loop.blocks[0].arguments)
-        self._memo = {k: v for k, v in self._memo.items() if not (isinstance(k, tuple) and k[0] in inside)}
+                    self._ranges[key] = low, high
+                self._memo = memo  # what was worked out while nothing was known
+        return self._ranges[key]
 
     # Shapes.
 
@@ -453,7 +450,7 @@ class Thread:
             return value
         memory = z3.Function(f"{pointer.tensor}.{kind.bits}", z3.IntSort(), z3.IntSort())
         self.terms.define(value.sum, self.terms.symbol(value.sum) == memory(self.terms.symbol(pointer.offset)))
-        self._loaded[id(op)] = value.sum
+        self._loaded[self._key(op.results[0], at)] = value.sum
         if len(op.operands) == 1:
             self._note(pointer.tensor, Read(pointer.offset, value.sum, True))
             return value
