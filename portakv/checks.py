@@ -17,6 +17,7 @@ from portakv.errors import IntegrityError, MissingSwaLoc, SlotFault, SlotOwnersh
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout
 from portakv.groups import Layer, LayerGroup, widest_window
 from portakv.layers import LayerSpec, check_positive
+from portakv.memory.layouts import LAYOUTS, find_layout
 from portakv.write_loc import WriteLoc, require_location
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def pool_layout(
 ) -> Layout:
     """A layout by its name. "auto": on a CPU the packed pages that it multiplies fastest, if they hold every layer."""
     on_host = found.device.torch_type == "cpu"
-    allowed = ["auto", *(x.value for x in Layout if on_host or not x.packed)]
+    allowed = ["auto", *(x.name for x in LAYOUTS if on_host or not x.packed)]
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected one of {allowed}, got {layout!r}")
     if layout not in allowed:
         raise ValueError(f"layout: expected one of {allowed} on a device of kind {found.device.name}, got {layout!r}")
     if layout != "auto":
-        return Layout(layout)
-    for choice in map(Layout, found.device.packed(found.features)):
+        return find_layout(layout)
+    for choice in map(find_layout, found.device.packed(found.features)):
         shapes = ((spec, KVFormat(1, spec.head_dim, spec.v_dim, dtype, page_size, choice)) for spec in layers)
         if not any(fmt.problem(spec.mla) for spec, fmt in shapes):
             return choice

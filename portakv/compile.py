@@ -23,6 +23,7 @@ from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, 
 from portakv.groups import plan_groups
 from portakv.kernels import load
 from portakv.layers import LayerSpec, check_positive
+from portakv.memory.layouts import LAYOUTS, find_layout
 
 if TYPE_CHECKING:
     from portakv.pool import HybridKVPool
@@ -116,7 +117,7 @@ class Target:
 
 
 FORMAT_SYNTAX = "HEADSxDIM[xVDIM]:DTYPE[:PAGE][:LAYOUT]"
-_LAYOUTS = [layout.value for layout in Layout if not layout.packed]
+_LAYOUTS = [layout.name for layout in LAYOUTS if not layout.packed]
 
 
 def parse_format(text: str) -> KVFormat:
@@ -127,13 +128,13 @@ def parse_format(text: str) -> KVFormat:
     """
     number = r"([1-9]\d*)"
     match = re.fullmatch(rf"{number}x{number}(?:x{number})?:(\w+)(?::{number})?(?::([a-z]\w*))?", text)
-    layout = (match and match[6]) or Layout.ROWS.value
+    layout = (match and match[6]) or Layout.ROWS.name
     if match is None or match[4] not in _DTYPES or layout not in _LAYOUTS:
         takes = f"a dtype of {list(_DTYPES)} and a layout of {_LAYOUTS}"
         raise ValueError(f"format: expected {FORMAT_SYNTAX} with {takes}, got {text!r}")
     heads, dim, v_dim, page = (int(match[i] or 0) for i in (1, 2, 3, 5))
-    spec = LayerSpec(None, heads, dim, v_dim or None, mla=layout != Layout.ROWS.value)
-    (fmt,) = model_formats([spec], match[4], page or 1, Layout(layout))
+    spec = LayerSpec(None, heads, dim, v_dim or None, mla=layout != Layout.ROWS.name)
+    (fmt,) = model_formats([spec], match[4], page or 1, find_layout(layout))
     return fmt
 
 

@@ -23,6 +23,7 @@ from portakv.kernels.cuda.device import CUDA
 from portakv.kernels.hip.device import HIP
 from portakv.kernels.reference.device import OTHER
 from portakv.kernels.xpu.device import XPU
+from portakv.memory.layouts import LAYOUTS
 
 _warn_once = functools.cache(logging.getLogger("portakv").warning)
 
@@ -31,11 +32,15 @@ DEVICES: tuple[Device, ...] = (CUDA, HIP, XPU, CPU)
 
 OPS: dict[str, tuple[Layout, ...]] = {
     **dict.fromkeys(SLOT_OPS, ()),
-    **dict.fromkeys(("store_kv", "gather_kv", "move_kv", "store_kv_rope"), (Layout.ROWS, Layout.MLA)),
-    **dict.fromkeys(
-        ("store_kv_flashmla", "store_kv_rope_flashmla", "gather_kv_flashmla"), (Layout.FLASHMLA, Layout.FLASHMLA_V32)
-    ),
-    **dict.fromkeys(("store_kv_packed", "gather_kv_packed", "move_kv_packed"), (Layout.CPU_AMX, Layout.CPU_VEC)),
+    **{
+        op + family: tuple(layout for layout in LAYOUTS if layout.family == family)
+        for family, ops in (
+            ("", ("store_kv", "gather_kv", "move_kv", "store_kv_rope")),
+            ("_flashmla", ("store_kv", "store_kv_rope", "gather_kv")),
+            ("_packed", ("store_kv", "gather_kv", "move_kv")),
+        )
+        for op in ops
+    },
 }
 """Every op, and the layouts that it is of; those of slots are of none."""
 
@@ -49,7 +54,7 @@ ENTRY_POINTS = "portakv.devices"
 @functools.cache
 def rows(op: str, device: Device) -> tuple[Row, ...]:
     """The kernels of `op` on `device` in order of preference: its own, then the reference."""
-    layouts = [layout.value for layout in OPS.get(op, ())]
+    layouts = [layout.name for layout in OPS.get(op, ())]
     of = CPU if op in HOST_OPS else device
     own = (
         row
@@ -206,8 +211,8 @@ def _reasons_against(row: Row, found: DeviceFacts, request: Request) -> Iterator
     if request.strict and request.wanted is None and row.name == "reference":
         yield "strict: an automatic choice may not end at the reference"
     if (fmt := request.fmt) is not None:
-        if fmt.layout.value not in row.layouts:
-            yield f"cannot store layout {fmt.layout.value!r}"
+        if fmt.layout.name not in row.layouts:
+            yield f"cannot store layout {fmt.layout.name!r}"
         if row.refuses is not None and (reason := row.refuses(fmt, request.num_rows)):
             yield reason
     if row.package is not None:

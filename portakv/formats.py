@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
+
+from portakv.memory.parts import PartTable
 
 PAD = 0
 """The slot that padding points at: row 0 of the reserved page, never written."""
@@ -18,22 +21,6 @@ FAULT_KINDS = ("translate_loc", "cast_loc", "store_kv", "gather_kv", "move_kv", 
 
 SLOT_OPS = ("translate_loc", "cast_loc", "patch_map", "build_read")
 """The ops that know no format."""
-
-
-class Layout(enum.Enum):
-    """How the tokens of one side are laid out."""
-
-    ROWS = "rows"  # K [rows, H, D], V [rows, H, Dv]
-    MLA = "mla"  # [rows, 1, D + Dv]: the latent and the rope part of a token, one after the other
-    FLASHMLA = "flashmla"  # DeepSeek-V4 pages: 584 bytes a token, block scales behind the rows of a page
-    FLASHMLA_V32 = "flashmla_v32"  # DeepSeek-V3.2 rows: 656 bytes a token
-    CPU_AMX = "cpu_amx"  # pages of pairs in tiles, for AMX
-    CPU_VEC = "cpu_vec"  # pages with K transposed, for vectors
-
-    @property
-    def packed(self) -> bool:
-        """Whether only the whole page of a head has a meaning to readers, which are CPUs, not a token's row."""
-        return self in (Layout.CPU_AMX, Layout.CPU_VEC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +54,49 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 
-_PAGE_UNIT = 576
-"""FlashMLA wants the bytes of a DeepSeek-V4 page to be a multiple of this."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Layout:
+    """How the tokens of one side are laid out: a value of `portakv.memory.layouts`, where names are looked up.
+
+    Attributes:
+        name: what `layout=` calls it.
+        table: the parts of a format's tokens and the buffers that hold them.
+        caches: K and V of every layer as the ops take them, views of those buffers `[L, items, bytes]`.
+        readable: a layer's K and V as attention takes them, views of its two caches.
+        problem: what keeps a format's layers, of MLA or not, from being laid out so; None if nothing does.
+        raw: the format in which the stored bytes of slots move unchanged, to other slots or to the host.
+        family: what follows "store_kv", "gather_kv" and "move_kv" in the names of the ops that serve it.
+        block: values that share a scale of their own, stored beside them; 0 where a KV head has one scale.
+        rotates: what rope turns, "k", or "v" where V is the rope part of an MLA row; None where a store takes no rope.
+        packed: whether only the whole page of a head has a meaning to readers, which are CPUs, not a token's row.
+    """
+
+    name: str
+    table: Callable[[KVFormat], PartTable]
+    caches: Callable[[KVFormat, Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+    readable: Callable[[KVFormat, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda fmt, k, v: (
+        k,
+        v,
+    )
+    problem: Callable[[KVFormat, bool], str | None] = lambda fmt, mla: None
+    raw: Callable[[KVFormat], KVFormat] = lambda fmt: fmt
+    family: str = ""
+    block: int = 0
+    rotates: str | None = "k"
+    packed: bool = False
+
+    ROWS: ClassVar[Layout]
+    MLA: ClassVar[Layout]
+    FLASHMLA: ClassVar[Layout]
+    FLASHMLA_V32: ClassVar[Layout]
+    CPU_AMX: ClassVar[Layout]
+    CPU_VEC: ClassVar[Layout]
+
+    def __repr__(self) -> str:
+        return f"Layout({self.name!r})"
+
+    def __reduce__(self) -> str:
+        return f"Layout.{self.name.upper()}"  # those of `LAYOUTS` are that
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +114,7 @@ class KVFormat:
     v_head_dim: int
     dtype: torch.dtype
     page_size: int = 1
-    layout: Layout = Layout.ROWS
+    layout: Layout = field(default_factory=lambda: Layout.ROWS)
 
     @property
     def fp8(self) -> Fp8 | None:
@@ -109,7 +137,7 @@ class KVFormat:
         """A string that two formats share only if their bytes mean the same; exports carry it."""
         dtype = str(self.dtype).removeprefix("torch.")
         page = f"/p{self.page_size}" if self.item_slots > 1 else ""
-        return f"{self.layout.value}/{dtype}/h{self.num_kv_heads}/k{self.head_dim}/v{self.v_head_dim}{page}"
+        return f"{self.layout.name}/{dtype}/h{self.num_kv_heads}/k{self.head_dim}/v{self.v_head_dim}{page}"
 
     @property
     def source_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -123,27 +151,21 @@ class KVFormat:
 
     @property
     def block(self) -> int:
-        """Values that share a scale of their own, stored beside them; 0 where a KV head has one scale."""
-        return {Layout.FLASHMLA: 64, Layout.FLASHMLA_V32: 128}.get(self.layout, 0)
+        return self.layout.block
 
     @property
     def rotates_v(self) -> bool:
         """Whether rope turns V, the rope part of an MLA row, instead of K."""
-        return self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32)
+        return self.layout.rotates == "v"
 
     @property
     def rotated_dim(self) -> int:
         """The most dims that a store can rotate; 0 for a layout that takes no rope."""
-        if self.packed:
-            return 0
-        return self.v_head_dim if self.rotates_v else self.head_dim
+        return {"k": self.head_dim, "v": self.v_head_dim, None: 0}[self.layout.rotates]
 
     @property
     def family(self) -> str:
-        """What follows "store_kv", "gather_kv" and "move_kv" in the name of the ops that serve this layout."""
-        if self.packed:
-            return "_packed"
-        return "_flashmla" if self.block else ""
+        return self.layout.family
 
     @property
     def packed(self) -> bool:
@@ -152,13 +174,7 @@ class KVFormat:
     @property
     def raw(self) -> KVFormat:
         """The format in which the stored bytes of slots move unchanged, to other slots or to the host."""
-        if self.layout is Layout.FLASHMLA:
-            dims = self.head_dim + 2 * self.v_head_dim, self.head_dim // self.block + 1
-        elif self.layout is Layout.FLASHMLA_V32:
-            dims = self.head_dim + 4 * (self.head_dim // self.block), 2 * self.v_head_dim
-        else:
-            return self
-        return KVFormat(1, *dims, self.dtype, self.page_size)
+        return self.layout.raw(self)
 
     @property
     def ops(self) -> dict[str, KVFormat]:
@@ -171,79 +187,36 @@ class KVFormat:
 
     def problem(self, mla: bool) -> str | None:
         """What keeps an MLA layer, or one of K and V heads, from being laid out so; None if nothing does."""
-        if self.packed:
-            return "an MLA latent" if mla else self._packed_problem()
-        if not mla and self.layout in (Layout.MLA, Layout.FLASHMLA, Layout.FLASHMLA_V32):
-            return "K and V heads"
-        dims = {Layout.FLASHMLA: (448, 64), Layout.FLASHMLA_V32: (512, 64)}.get(self.layout)
-        if dims not in (None, (self.head_dim, self.v_head_dim)):
-            return f"dims {self.head_dim} and {self.v_head_dim} instead of {dims}"
-        if self.block and self.dtype != torch.float8_e4m3fn:
-            return f"{self.dtype} instead of torch.float8_e4m3fn"
-        return None
+        return self.layout.problem(self, mla)
 
-    def _packed_problem(self) -> str | None:
-        multiple = 32 if self.layout is Layout.CPU_AMX else 16
-        if self.head_dim % multiple or self.v_head_dim % multiple:
-            return f"head dims {self.head_dim} and {self.v_head_dim}, not multiples of {multiple},"
-        if self.page_size % 32:
-            return f"pages of {self.page_size} slots, not a multiple of 32,"
-        if self.layout is Layout.CPU_AMX and self.dtype != torch.bfloat16:
-            return f"{self.dtype} instead of torch.bfloat16"
-        return None
+    @property
+    def table(self) -> PartTable:
+        """Where each byte of a token lies."""
+        return self.layout.table(self)
 
     @property
     def item_slots(self) -> int:
         """Slots that share an item of a buffer: a page where the bytes of one token lie apart."""
-        return self.page_size if self.packed or self.layout is Layout.FLASHMLA else 1
+        return self.table.buffers[0].slots
 
     @property
     def item_bytes(self) -> tuple[int, ...]:
         """Bytes of one item in each buffer: in K's and in V's, or in the only one."""
-        raw = self.raw
-        if self.layout is Layout.FLASHMLA:
-            return (-(-self.page_size * raw.row_bytes // _PAGE_UNIT) * _PAGE_UNIT,)
-        one = self.layout in (Layout.MLA, Layout.FLASHMLA_V32)
-        parts = (raw.row_bytes,) if one else (raw.k_row_bytes, raw.v_row_bytes)
-        return tuple(self.item_slots * part for part in parts)
+        return tuple(buffer.item_bytes for buffer in self.table.buffers)
 
     def nbytes(self, num_rows: int) -> int:
         """Bytes of one layer of `num_rows` slots, the reserved page's among them."""
         return num_rows // self.item_slots * sum(self.item_bytes)
 
     def caches(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every layer as the ops take them, views of `buffers`: `[L, rows, H, D]` and `[L, rows, H, Dv]`.
-
-        FlashMLA's are those of `raw`: DeepSeek-V4's K `[L, pages, page, 1, 576]` has a token's quantised values and its
-        rope part, V `[L, pages, page, 1, 8]` their scales; V3.2's K `[L, rows, 1, 528]` has values and scales, V
-        `[L, rows, 1, 128]` the rope part. Packed pages are `[L, pages, H, page, D]` and `[L, pages, H, page, Dv]`, the
-        last two axes in the order of the layout.
-        """
-        raw, (k, *rest) = self.raw, [x.view(self.dtype) for x in buffers]
-        if self.layout is Layout.FLASHMLA:
-            end = self.page_size * raw.head_dim
-            parts = k[..., :end], k[..., end : end + self.page_size * raw.v_head_dim]
-            k, v = (x.view(*x.shape[:2], self.page_size, 1, -1) for x in parts)
-            return k, v
-        page = (self.page_size,) if self.packed else ()
-        k, *rest = (x.view(*x.shape[:2], self.num_kv_heads, *page, -1) for x in (k, *rest))
-        return k[..., : raw.head_dim], rest[0] if rest else k[..., raw.head_dim :]
+        """K and V of every layer as the ops take them, views of `buffers`: `[L, rows, H, D]` and `[L, rows, H, Dv]` of
+        rows; other layouts say theirs."""
+        return self.layout.caches(self, [x.view(self.dtype) for x in buffers])
 
     def readable(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's K and V as attention takes them: its caches; for MLA, whose V is part of K, the whole rows `[rows,
-        1, D + Dv]` and their latent; for FlashMLA twice its uint8 pages `[pages, page, 1, 584 or 656]`, which in
-        DeepSeek-V4 lie further apart than they are long. Views of the caches, so that a compiler knows what a store
+        """A layer's K and V as attention takes them: views of its caches, so that a compiler knows what a store
         changes."""
-        if self.block:
-            page, row = self.page_size, self.raw.row_bytes
-            size = k_cache.shape[0] * self.item_slots // page, page, 1, row
-            stride = k_cache.stride(0) * page // self.item_slots, row, row, 1
-            pages = k_cache.as_strided(size, stride).view(torch.uint8)
-            return pages, pages
-        if self.layout is Layout.MLA:
-            rows = *k_cache.shape[:-1], self.head_dim + self.v_head_dim
-            return k_cache.as_strided(rows, k_cache.stride()), k_cache
-        return k_cache, v_cache
+        return self.layout.readable(self, k_cache, v_cache)
 
 
 INDEX_DTYPES = (torch.int32, torch.int64)

@@ -126,9 +126,7 @@ def _one_object(fmt: KVFormat) -> KVFormat:
     return fmt
 
 
-def plan_groups(
-    layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int, layout: Layout = Layout.ROWS
-) -> Plan:
+def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int, layout: Layout) -> Plan:
     """Which layers share a side and a format; layers that alias another's KV are in none.
 
     Raises `ValueError` for an alias that is not of an earlier, storing layer of the same kind and shape, and for a
@@ -143,7 +141,7 @@ def plan_groups(
         of_layer = Layout.MLA if spec.mla and layout is Layout.ROWS else layout
         fmt = _one_object(KVFormat(spec.num_kv_heads, spec.head_dim, spec.v_dim, dtype, page_size, of_layer))
         if problem := fmt.problem(spec.mla):
-            raise ValueError(f"layout: expected layers that {layout.value!r} can hold, got {problem} in layer {i}")
+            raise ValueError(f"layout: expected layers that {layout.name!r} can hold, got {problem} in layer {i}")
         groups[side, fmt] = (*groups.get((side, fmt), ()), i)
     return groups
 

@@ -7,7 +7,6 @@ Importing this module registers them. Eager calls never come here: a pool asks `
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -18,7 +17,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _python_dispatch as modes
 
 from portakv import dispatch, kernels
-from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, ReadFormat, Structure
+from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, Layout, ReadFormat, Structure
+from portakv.memory.layouts import find_layout
 
 _STORE = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc, Tensor k_inv, Tensor v_inv, "
@@ -123,12 +123,12 @@ def decode(text: str) -> KVFormat:
     types = get_type_hints(KVFormat)
     try:
         values = dict(item.split("=") for item in text.split("/"))
-        fmt = KVFormat(
-            **{
-                name: getattr(torch, value) if types[name] is torch.dtype else types[name](value)
-                for name, value in values.items()
-            }
-        )
+        read: dict[Any, Callable[[str], Any]] = {
+            torch.dtype: lambda x: getattr(torch, x),
+            Layout: find_layout,
+            int: int,
+        }
+        fmt = KVFormat(**{name: read[types[name]](value) for name, value in values.items()})
         sizes = (fmt.num_kv_heads, fmt.head_dim, fmt.v_head_dim, fmt.page_size)
         good = (
             encode(fmt) == text and fmt.dtype in (*FLOAT_DTYPES, *FP8_DIALECTS) and 0 < min(sizes) <= max(sizes) < 2**63
@@ -140,8 +140,8 @@ def decode(text: str) -> KVFormat:
     return fmt
 
 
-def _text(value: int | torch.dtype | enum.Enum) -> str:
-    return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")
+def _text(value: int | torch.dtype | Layout) -> str:
+    return value.name if isinstance(value, Layout) else str(value).removeprefix("torch.")
 
 
 def _register() -> Any:

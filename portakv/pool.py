@@ -48,11 +48,11 @@ class HybridKVPool:
     `layers` has one LayerSpec per model layer. `size` and `swa_size` count tokens and are rounded down to whole
     pages; each side has one reserved page more, whose first slot is PAD. Without `swa_size` every layer lives on the
     full side; its window stays what it is, a property of the layer. `dtype` is a float dtype, an fp8 dialect, or "fp8"
-    for the e4m3 dialect the device reads natively. `layout` is a value of `formats.Layout`, where "rows" holds MLA
-    layers as "mla" rows, or "auto": on a CPU its packed pages if they hold every layer, else rows. `check` (or
-    `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device. `kernels` maps ops that this
-    pool runs to the rows that must serve them; `strict` forbids automatic reference rows. `slots_of` attaches this pool
-    to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
+    for the e4m3 dialect the device reads natively. `layout` is the name of one of `memory.layouts.LAYOUTS`, where
+    "rows" holds MLA layers as "mla" rows, or "auto": on a CPU its packed pages if they hold every layer, else rows.
+    `check` (or `PORTAKV_CHECK=1`) validates every slot before a launch, which waits for the device. `kernels` maps ops
+    that this pool runs to the rows that must serve them; `strict` forbids automatic reference rows. `slots_of` attaches
+    this pool to another one's slots, as a draft model's beside its target's: one allocator and mapping, no smaller.
 
     The SWA side keeps the largest window of the layers and `swa_window`, which says what the layers do not: a pipeline
     rank with none but full layers, or a target whose draft has the wider window, then evicts as its peers do. An SWA
@@ -159,7 +159,7 @@ class HybridKVPool:
             swa_ratio = None
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
-        options |= {"page_size": page_size, "dtype": storage, "layout": lies.value, "device": device}
+        options |= {"page_size": page_size, "dtype": storage, "layout": lies.name, "device": device}
         return cls(layers, size=size, swa_size=swa_size, swa_window=swa_window, **options)
 
     @property

@@ -55,7 +55,7 @@ def store_rotated(
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope or None, got {type(rope).__name__}")
     if store is None:
-        raise ValueError(f"rope: expected None for layers laid out as {layer.fmt.layout.value!r}, got a Rope")
+        raise ValueError(f"rope: expected None for layers laid out as {layer.fmt.layout.name!r}, got a Rope")
     _check(rope, layer.fmt.rotated_dim, loc, k)
     if checked_page is not None:
         _check_positions(rope, loc, checked_page)

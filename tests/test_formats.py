@@ -17,6 +17,7 @@ from portakv import device as devices
 from portakv.errors import IntegrityError
 from portakv.formats import KVFormat, Layout, list_variants
 from portakv.layers import require_heads
+from portakv.memory.layouts import LAYOUTS
 
 MLA_FULL, MLA_SWA = LayerSpec(None, 1, 24, 8, mla=True), LayerSpec(6, 1, 24, 8, mla=True)
 HEADS = LayerSpec(None, 2, 8)
@@ -281,7 +282,7 @@ def test_flashmla_has_one_dialect(dtype: torch.dtype) -> None:
 
 
 def test_a_tag_names_the_page_where_the_bytes_of_a_token_lie_apart() -> None:
-    tags = {layout: {KVFormat(1, 448, 64, torch.bfloat16, page, layout).tag for page in (32, 64)} for layout in Layout}
+    tags = {layout: {KVFormat(1, 448, 64, torch.bfloat16, page, layout).tag for page in (32, 64)} for layout in LAYOUTS}
     assert {layout for layout, each in tags.items() if len(each) > 1} == {
         Layout.FLASHMLA,
         Layout.CPU_AMX,

@@ -1,5 +1,5 @@
-"""Part tables of layouts that other engines use, written as data: every part is a bijection, no two overlap, all lie
-inside the item, raw rows are lossless, and a store leaves every other byte.
+"""Part tables of our layouts, and of other engines' written as data: every part is a bijection, no two overlap, all
+lie inside the item, raw rows are lossless, and a store leaves every other byte.
 
 Sources of the formulas: SGLang 0.5.23 (`srt/mem_cache`, `kernels/ops/kvcache`), vLLM 0.33.0 (`v1/attention`,
 `csrc/nvfp4_kv_cache_kernels.cu`), aiter (`op_tests/test_kvcache.py`), TensorRT-LLM (`kernels/kvCacheUtils.h`).
@@ -10,8 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portakv.memory.layouts.parts import Buffer, Part, PartTable, Tile
+from portakv import HybridKVPool, LayerSpec
+from portakv.formats import KVFormat, Layout
+from portakv.memory.layouts import LAYOUTS, find_layout
+from portakv.memory.parts import Buffer, Part, PartTable, Tile
 
+E4M3 = torch.float8_e4m3fn
 H, D, P = 4, 128, 128
 """KV heads, head dim, slots of a page."""
 
@@ -273,3 +277,54 @@ def test_raw_bytes_are_those_that_the_engine_counts(name: str) -> None:
 def test_what_is_no_table_is_told(part: Part, problem: str) -> None:
     (found,) = PartTable((Buffer(16, 2),), (part,)).problems()
     assert problem in found
+
+
+# Our own layouts.
+
+OURS = {
+    "rows": (KVFormat(3, 40, 24, torch.bfloat16, 4), LayerSpec(None, 3, 40, 24)),
+    "mla": (KVFormat(1, 40, 24, torch.float8_e5m2, 4, Layout.MLA), LayerSpec(None, 1, 40, 24, mla=True)),
+    "flashmla": (KVFormat(1, 448, 64, E4M3, 4, Layout.FLASHMLA), LayerSpec(None, 1, 448, 64, mla=True)),
+    "flashmla_v32": (KVFormat(1, 512, 64, E4M3, 4, Layout.FLASHMLA_V32), LayerSpec(None, 1, 512, 64, mla=True)),
+    "cpu_amx": (KVFormat(2, 64, 32, torch.bfloat16, 32, Layout.CPU_AMX), LayerSpec(None, 2, 64, 32)),
+    "cpu_vec": (KVFormat(2, 48, 80, torch.float32, 32, Layout.CPU_VEC), LayerSpec(None, 2, 48, 80)),
+}
+
+
+def test_all_of_ours_are_here() -> None:
+    assert list(OURS) == [layout.name for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_tables_are_tables(name: str) -> None:
+    fmt, _ = OURS[name]
+    assert fmt.layout is find_layout(name)
+    assert list(fmt.table.problems()) == []
+    assert fmt.table.raw_bytes == fmt.raw.row_bytes
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_raw_rows_are_what_host_copies_have(name: str) -> None:
+    """Kernels of each layout move the bytes that its table names: a copy to the host, and a move, against raw rows."""
+    fmt, spec = OURS[name]
+    page = fmt.page_size
+    pool = HybridKVPool([spec, spec], size=6 * page, page_size=page, dtype=fmt.dtype, layout=name, device="cpu")
+    (group,) = pool.groups
+    assert group.fmt == fmt
+    torch.manual_seed(0)
+    slots = pool.allocator.alloc(3 * page)
+    write_loc = pool.plan_write(slots)
+    for layer_id in range(2):
+        k, v = (torch.randn(len(slots), spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.v_dim))
+        pool.set_kv_buffer(layer_id, write_loc, k, v)
+    buffers = [[buffer[i].flatten() for buffer in group.buffers] for i in range(2)]
+    raw = [fmt.table.gather(of, slots) for of in buffers]
+    copy = pool.copy_to_host(slots)
+    for i in range(2):
+        parts = [x[0][i].contiguous().view(torch.uint8).flatten(1) for x in (copy.keys, copy.values)]
+        assert torch.equal(torch.cat(parts, -1), raw[i])
+    pool.move_kv_cache(slots.flip(0)[: 2 * page], slots[: 2 * page])
+    for i in range(2):
+        moved = raw[i].clone()
+        moved[torch.arange(3 * page).flip(0)[: 2 * page]] = raw[i][: 2 * page]
+        assert torch.equal(fmt.table.gather(buffers[i], slots), moved)

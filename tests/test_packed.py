@@ -16,6 +16,7 @@ from portakv.formats import FAULT_KINDS, FP8_DIALECTS, SLOT_OPS, KVFormat, Layou
 from portakv.kernels.cpu_amx import kernels as cpu_amx
 from portakv.kernels.reference import packed as reference_packed
 from portakv.kernels.reference import rows as reference
+from portakv.memory.layouts import LAYOUTS, find_layout
 
 if problem := cpu_amx.build_problem():
     pytest.fail(problem, pytrace=False)
@@ -208,7 +209,7 @@ def test_rows_of_a_batch_are_refused_by_gathers_of_pages() -> None:
 
 
 def make(layout: str, dtype: torch.dtype = BF16, row: str = "native", **options: Any) -> HybridKVPool:
-    kernels = dict.fromkeys((*SLOT_OPS, *KVFormat(2, 64, 32, dtype, 32, Layout(layout)).ops), row)
+    kernels = dict.fromkeys((*SLOT_OPS, *KVFormat(2, 64, 32, dtype, 32, find_layout(layout)).ops), row)
     options = {"size": 256, "swa_size": 192, "page_size": 32, "kernels": kernels, "check": True} | options
     return HybridKVPool(LAYERS, dtype=dtype, layout=layout, device="cpu", **options)
 
@@ -298,7 +299,7 @@ def test_what_is_no_page_size(layout: str, page_size: Any) -> None:
             build()
 
 
-@pytest.mark.parametrize("layout", [x.value for x in Layout if x.packed])
+@pytest.mark.parametrize("layout", [x.name for x in LAYOUTS if x.packed])
 def test_other_devices_do_not_pack(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """meta stands for any device without kernels of its own."""
     for device in {*dispatch.DEVICES, dispatch.OTHER} - {dispatch.CPU}:
