@@ -221,6 +221,8 @@ def test_a_tensor_between_its_elements_is_refused() -> None:
         words = f"^{name}: expected an address that is a multiple of {x.itemsize}, got one "
         with pytest.raises(ValueError, match=words):
             kernels.store_kv(*(tensors | {name: at_odd_address(x)}).values(), fmt)
+    with pytest.raises(ValueError, match=r"^v_out: expected an address that is a multiple of 2"):
+        kernels.gather_kv(k, v, loc, row, at_odd_address(row), ones, ones, faults, fmt)
     mapping = torch.tensor([0, 1, -1])
     with pytest.raises(ValueError, match=r"^loc: expected an address that is a multiple of 4"):
         kernels.translate_loc(mapping, at_odd_address(loc.int()), loc.clone(), None, None, None, faults)

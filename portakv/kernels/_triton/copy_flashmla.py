@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from portakv.formats import FAULT_KINDS, VECTOR_BYTES, KVFormat, Layout, Variant
-from portakv.kernels._triton import rope as ropes
 from portakv.kernels._triton.floats import FLOATS, decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rope import load_positions, load_rotated, rope_arguments
+from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_arguments, rope_constants
 from portakv.kernels._triton.rows import (
     MOST_ROWS,
     Tile,
@@ -49,8 +48,8 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
         kernel,
         dict.fromkeys((*(("k", "v") if store else ("k_out", "v_out")), "k_cache", "v_cache"), "u8")
         | {"loc": INDEX_TYPES[variant.index_dtype], "faults": "i64"}
-        | (ropes.TENSORS if variant.rope else {}),
-        ropes.rope_constants(variant)
+        | (ROPE_TENSORS if variant.rope else {}),
+        rope_constants(variant)
         | {
             "BLOCKS": fmt.head_dim // fmt.block,
             "BLOCK": fmt.block,

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
-from portakv.kernels._triton import rope as ropes
 from portakv.kernels._triton.floats import decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rope import load_positions, load_rotated, rope_arguments
+from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_arguments, rope_constants
 from portakv.kernels._triton.rows import (
     MOST_ROWS,
     Tile,
@@ -45,9 +44,9 @@ def source(variant: Variant, tiles: tuple[Tile, ...], lanes: int) -> Source:
         | {"loc": INDEX_TYPES[variant.index_dtype]}
         | dict.fromkeys(scales, "fp32")
         | {"faults": "i64"}
-        | (ropes.TENSORS if rope else {}),
+        | (ROPE_TENSORS if rope else {}),
         cut.constants
-        | ropes.rope_constants(variant)
+        | rope_constants(variant)
         | {
             "STORE": store,
             "SCALED": fmt.fp8 is not None,

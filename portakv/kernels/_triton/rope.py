@@ -13,14 +13,14 @@ from portakv.kernels._triton.rows import row_pointers
 
 Tensor = torch.Tensor
 
-TENSORS = {"cos_sin": "u8", "positions": "i32"}
-SCALARS = ("words", "num_positions", "dims", "angle_stride", "interleaved")
+ROPE_TENSORS = {"cos_sin": "u8", "positions": "i32"}
+ROPE_SCALARS = ("words", "num_positions", "dims", "angle_stride", "interleaved")
 
 
 def rope_constants(variant: Variant) -> dict[str, object]:
     """`ROPE`, the float of the angles. Without rope it is None, and so are the arguments that only rope takes."""
     if variant.rope is None:
-        return dict.fromkeys((*TENSORS, *SCALARS, "ROPE"))
+        return dict.fromkeys((*ROPE_TENSORS, *ROPE_SCALARS, "ROPE"))
     return {"ROPE": FLOATS[variant.rope]}
 
 
