@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from portakv.arguments import MOST, as_int, require_bool, shown
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -29,13 +31,11 @@ class LayerSpec:
     def __post_init__(self) -> None:
         for name in ("window", "num_kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if value is None and name in ("window", "v_head_dim"):
-                continue
-            check_positive(name, value)
-        if self.alias_of is not None and (not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)):
-            raise TypeError(f"alias_of: expected the index of a layer, got {self.alias_of!r}")
-        if not isinstance(self.mla, bool):
-            raise TypeError(f"mla: expected a bool, got {self.mla!r}")
+            if value is not None or name not in ("window", "v_head_dim"):
+                object.__setattr__(self, name, as_int(name, value))
+        if self.alias_of is not None:
+            object.__setattr__(self, "alias_of", as_int("alias_of", self.alias_of, -MOST))
+        require_bool("mla", self.mla)
         if self.mla and self.num_kv_heads != 1:
             raise ValueError(f"num_kv_heads: expected 1 of an MLA layer, got {self.num_kv_heads}")
         if self.mla and self.v_head_dim is None:
@@ -46,15 +46,15 @@ class LayerSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
-def check_positive(name: str, value: object) -> int:
-    """`value` as it came if it is an int above 0 that fits 64 bits, else TypeError or ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value}")
-    if value >= 2**63:
-        raise ValueError(f"{name}: expected less than 2**63, got {value}")
-    return value
+def as_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"layers: expected a sequence of LayerSpec, got {shown(layers)}")
+    for i, spec in enumerate(layers):
+        if not isinstance(spec, LayerSpec):
+            raise TypeError(f"layers[{i}]: expected a LayerSpec, got {shown(spec)}")
+    if not layers:
+        raise ValueError("layers: expected at least one LayerSpec, got none")
+    return tuple(layers)
 
 
 def require_heads(layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:

@@ -14,8 +14,6 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import torch
-from torch.compiler import is_dynamo_compiling
-from torch.utils import _python_dispatch as modes
 
 from portakv import dispatch, kernels
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, KVFormat, ReadFormat, Structure
@@ -53,16 +51,6 @@ SCHEMAS = {
 
 Kernel = Callable[..., None]
 _load = functools.cache(kernels.load)
-
-
-def tracing() -> bool:
-    """Whether a call made now must be an op: torch.compile or torch.export traces it, or a dispatch mode watches."""
-    return is_dynamo_compiling() or modes._is_in_torch_dispatch_mode
-
-
-def choose(eager: Mapping[str, Kernel], traced: Mapping[str, Kernel], op: str) -> Kernel:
-    """What a call of `op` made now goes to."""
-    return (traced if tracing() else eager)[op]
 
 
 def traced(chosen: Mapping[str, dispatch.Selection], formats: Mapping[str, KVFormat | None]) -> dict[str, Kernel]:

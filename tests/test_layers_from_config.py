@@ -120,7 +120,7 @@ def test_text_config_of_a_multimodal_config() -> None:
         ),
         ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
         ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
-        ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),
+        ({"layer_types": MIXED, "sliding_window": 0}, "window: expected at least 1, got 0"),
         ({"kv_lora_rank": 512}, "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
     ],
 )

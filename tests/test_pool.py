@@ -362,7 +362,7 @@ def test_a_host_copy_knows_its_scales(device: torch.device) -> None:
     assert {described.scales for described in floats.describe()} == {None}
 
 
-@pytest.mark.parametrize("at", ["restore_swa", "plan_write", "load_from_host"])
+@pytest.mark.parametrize("at", ["restore_swa", "_plan", "load_from_host"])
 def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
     at: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,9 +372,7 @@ def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
     def no_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("of the device")
 
-    monkeypatch.setattr(
-        {"restore_swa": pool.allocator, "plan_write": pool, "load_from_host": transfer}[at], at, no_memory
-    )
+    monkeypatch.setattr({"restore_swa": pool.allocator, "_plan": pool, "load_from_host": transfer}[at], at, no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         pool.load_from_host(copy)
     assert pool.allocator.available("full") == pool.allocator.available("swa") == 13
@@ -628,10 +626,10 @@ def test_the_side_keeps_the_wider_of_both_windows() -> None:
 @pytest.mark.parametrize(
     ("window", "error", "message"),
     [
-        *((x, TypeError, "swa_window: expected a positive int, got") for x in (True, 2.0, "8", torch.tensor(8))),
-        (0, ValueError, "swa_window: expected a positive int, got 0"),
-        (-3, ValueError, "swa_window: expected a positive int, got -3"),
-        (2**63, ValueError, "swa_window: expected less than"),
+        *((x, TypeError, "swa_window: expected an int, got") for x in (True, 2.0, "8", torch.tensor(8.0))),
+        (0, ValueError, "swa_window: expected at least 1, got 0"),
+        (-3, ValueError, "swa_window: expected at least 1, got -3"),
+        (2**63, ValueError, "swa_window: expected at most"),
         (40, ValueError, "swa_size: expected at least 41 slots"),
     ],
 )

@@ -37,6 +37,7 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
     job.end = kc.count;
     View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
     check_apart(k_view, v_view, kc_view, vc_view);
+    if (!scatter) check_outputs(k_view, v_view);
     // A gather's rows may be those of a batch, [B, S, H, D], which lie as pages do.
     job.half[0] = bind(k_view, kc, job.loc.size, scatter, k_scale, names[2], !scatter);
     job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3], !scatter);

@@ -92,7 +92,7 @@ View check_memory(View view, int64_t offset, int64_t storage) {
     refuse_type(name, "a plain tensor", "a view that negates or conjugates what it reads");
 }
 
-View read_attributes(nb::handle object, const char* name) {
+View read_attributes(nb::handle object, const char* name) try {
     if (get(object, torch_.is_cpu).ptr() != Py_True)
         refuse_type(name, "a CPU tensor", text(object.attr("device")).c_str());
     if (get(object, torch_.layout).ptr() != torch_.strided)
@@ -111,6 +111,8 @@ View read_attributes(nb::handle object, const char* name) {
     int64_t storage = PyLong_AsLongLong(get(get(object, torch_.storage)(), torch_.nbytes)().ptr());
     if (PyErr_Occurred()) nb::raise_python_error();
     return check_memory(view, offset, storage);
+} catch (nb::python_error&) {  // of a nested tensor, which has no shape, and of torch.func's, which have no storage
+    refuse_type(name, "a dense CPU tensor", "one without a shape or memory");
 }
 
 // Anything but a dense CPU tensor is left to `read_attributes`, which refuses it by name.
@@ -231,6 +233,16 @@ void check_apart(const View& k, const View& v, const View& k_cache, const View& 
         for (const View* cache : {&k_cache, &v_cache})
             if (x->data < cache->end && cache->data < x->end)
                 refuse_value(x->name, "memory apart from the cache", "a part of it");
+}
+
+void check_outputs(const View& k, const View& v) {
+    auto dense = [](const View& x) {
+        int64_t count = 1;
+        for (int i = 0; i < x.rank; ++i) count *= x.shape[i];
+        return x.end - x.data == count * dtype_bytes(x.dtype);
+    };
+    if (k.data < v.end && v.data < k.end && dense(k) && dense(v))
+        refuse_value(v.name, (std::string("memory apart from ") + k.name).c_str(), "a part of it");
 }
 
 static std::string refusal(const char* name, const char* expected, const char* got) {

@@ -44,6 +44,9 @@ bool use_reader(Reader reader);
 // Raise ValueError where the rows of a call lie between the first and the last byte of a cache.
 void check_apart(const View& k, const View& v, const View& k_cache, const View& v_cache);
 
+// Raise ValueError where dense outputs share bytes; of others, whose rows may stand between each other's, callers know.
+void check_outputs(const View& k, const View& v);
+
 // The name of an object's type; not `tp_name`, which the limited API keeps to itself.
 std::string class_name(nanobind::handle object);
 
