@@ -204,6 +204,18 @@ def require_slots(name: str, slots: object, ndim: int | None = 1) -> torch.Tenso
     return slots
 
 
+def require_shape(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype], *shapes: tuple[int | None, ...]) -> None:
+    """Raise unless `x` is of one of `dtypes` and `shapes`, in which None is any length."""
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {x.dtype}")
+    if not any(
+        len(shape) == x.dim() and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
+        for shape in shapes
+    ):
+        expected = " or ".join(str(list(shape)).replace("None", "n") for shape in shapes)
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+
+
 def require_rows(
     names: tuple[str, str, str],
     tails: tuple[tuple[int, ...], tuple[int, ...]],

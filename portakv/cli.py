@@ -28,9 +28,10 @@ from portakv import check as conformance
 from portakv import compare, device, dispatch
 from portakv import compile as compilation
 from portakv import costs as costing
+from portakv.arguments import as_int
 from portakv.check import Outcome
 from portakv.compare import Comparison
-from portakv.errors import PortaKVError
+from portakv.errors import DeviceUnavailable, PortaKVError
 from portakv.formats import list_variants
 from portakv.layers import LayerSpec, layers_from_config
 
@@ -100,11 +101,12 @@ def check(
     """Compare every kernel of a device, or its compiled code, with the reference, bit for bit, and captured graphs."""
     if targets:
         if device_name is not None:
-            raise typer.BadParameter("expected --device or --target, got both")
+            _print_problem("expected --device or --target, got both")
+            raise typer.Exit(2)
         _check_targets(",".join(targets).split(","), every, jobs, as_json)
         return
     with _one_line_errors():
-        target = device.resolve(_kind_or_device(device_name))
+        target = _find_device(device_name)
     outcomes = []
     with _progress() as bars:
         for outcome in bars.track(
@@ -297,20 +299,21 @@ def run(
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; give several for a batch.", show_default=False)
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate after each prompt.")] = 112,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each prompt, at least 3.")] = 112,
     as_json: AsJson = False,
 ) -> None:
     """Generate greedily through a pool and through the model's own cache, and compare what comes out."""
     _require_transformers()
     with _one_line_errors():
-        target = device.resolve(_kind_or_device(device_name))
+        new_tokens = as_int("--new-tokens", new_tokens, 3)
+        target = _find_device(device_name)
         prompts = prompt or compare.PROMPTS
         if model is None:
             names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
         else:
             names, subjects = [model.name], iter([compare.local_subject(model, target, prompts)])
     results = []
-    with _progress() as bars:
+    with _one_line_errors(), _progress() as bars:
         tasks = [bars.add_task(name, total=2 * new_tokens) for name in names]
         for task, subject in zip(tasks, subjects, strict=True):
             results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task)))
@@ -347,7 +350,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (PortaKVError, ValueError, OSError) as e:
-        _err.print(f"portakv: {e}", style="red", markup=False, highlight=False)
+        _print_problem(" ".join(str(e).split()))
         raise typer.Exit(2) from None
 
 
@@ -372,9 +375,16 @@ def _checkpoint_layers(directory: Path) -> list[LayerSpec]:
     return layers_from_config(config.from_pretrained(directory))
 
 
-def _kind_or_device(name: str | None) -> device.DeviceKind | str | None:
-    """A kind where `name` is one ("hip" is no torch device), else `name` for torch to judge."""
-    return device.DeviceKind(name) if name in [kind.value for kind in device.DeviceKind] else name
+def _find_device(name: str | None) -> torch.device:
+    """The device of a kind's name ("hip" is no torch device), or one for torch to judge, once it holds a number."""
+    kinds = [kind.value for kind in device.DeviceKind]
+    target = device.resolve(device.DeviceKind(name) if name in kinds else name)
+    try:
+        torch.zeros(1, device=target).item()
+    except (AssertionError, ImportError, RuntimeError) as e:  # meta, or what this torch is not built for
+        why = str(e).partition(". ")[0].partition("\n")[0]
+        raise DeviceUnavailable(f"{target}: expected a device with memory, got none: {why}") from e
+    return target
 
 
 def _progress() -> Progress:
