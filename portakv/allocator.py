@@ -489,7 +489,7 @@ class HybridSlotAllocator:
         """The one slot that can go back in scalars; 0 leaves the call, and any complaint, to arrays."""
         if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
             return 0
-        if slots.shape != (1,) or not slots.is_cpu or not are_plain(slots):
+        if not slots.is_cpu or not are_plain(slots) or slots.shape != (1,):
             return 0
         slot = int(slots)
         return slot if self._pages.takes_scalars and 0 < slot <= self.size and self._fill[slot] else 0

@@ -210,12 +210,16 @@ class HybridKVPool:
 
     def _plan(self, loc: Tensor, index_dtype: torch.dtype, checking: bool) -> KVWriteLoc:
         loc = to_device(loc, self.device)
-        copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
-        if copy is None and not self.has_swa:
+        if loc.dtype is index_dtype and not self.has_swa:
             if checking:
                 checks.check_slots("loc", checks.read_back(loc)[0], self.full_to_swa.shape[0] - 1)
             return planned(loc, None)
-        swa_loc = torch.empty_like(loc, dtype=index_dtype)
+        try:
+            copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
+            swa_loc = torch.empty_like(loc, dtype=index_dtype)
+        except RuntimeError:
+            require_plain("loc", loc)  # of torch.func, or no memory is left
+            raise
         self._translate(loc, swa_loc, copy, None, None, checking)
         return planned(loc if copy is None else copy, swa_loc if self.has_swa else None)
 
