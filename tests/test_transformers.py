@@ -866,3 +866,43 @@ def test_gradients_stop_at_the_cache() -> None:
         k = torch.ones(2, spec.num_kv_heads, 1, spec.head_dim, requires_grad=True)
         v = torch.ones(2, spec.num_kv_heads, 1, spec.v_dim, requires_grad=True)
         assert not any(x.requires_grad for x in cache.update(k, v, layer))
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor(0), ValueError, "beam_idx: expected 1 dimensions, got shape"),
+        (torch.tensor([[0, 1]]), ValueError, "beam_idx: expected 1 dimensions, got shape"),
+        (torch.tensor([0.0, 1.0]), TypeError, "beam_idx: expected integers, got float32"),
+        (torch.tensor([True]), ValueError, "beam_idx: expected a mask of 2 rows, got one of 1"),
+        (torch.tensor([0, 1]).to_sparse(), TypeError, "beam_idx: expected a plain tensor, got one of torch.sparse"),
+        (torch.tensor([0, 1], device="meta"), TypeError, "beam_idx: expected a plain tensor, got one on meta"),
+        (
+            torch._neg_view(torch.tensor([0, 1])),
+            TypeError,
+            "beam_idx: expected a plain tensor, got a view",
+        ),
+        (None, TypeError, "beam_idx: expected integers, got object"),
+        ("01", TypeError, "beam_idx: expected integers, got <U2"),
+        ([[0], [0, 1]], TypeError, "beam_idx: expected a plain tensor, an array or a sequence of integers, got list"),
+    ],
+    ids=str,
+)
+def test_what_names_no_rows(rows: Any, error: type[Exception], words: str) -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 4)
+    refused(pool, error, words, lambda: cache.reorder_cache(rows))
+    assert cache.get_seq_length() == 4
+
+
+def test_key_states_that_are_not_what_they_say() -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 4)
+    rows = torch.zeros(2, 2, 1, 16)
+    short = rows.clone()
+    short.untyped_storage().resize_(short.nbytes - 1)
+    for odd in (short, torch._neg_view(rows), rows.to_sparse()):
+        refused(pool, TypeError, "key_states: expected a plain tensor, got", lambda x=odd: cache.update(x, rows, 0))
+        refused(pool, TypeError, "value_states: expected a plain tensor", lambda x=odd: cache.update(rows, x, 0))
