@@ -1,11 +1,23 @@
 """portakv: one KV-cache pool for hybrid models, with the same bytes on every device."""
 
+import sys
+
+try:
+    from portakv.dispatch import DEVICE, explain
+except (ValueError, RuntimeError) as error:  # what PORTAKV_DEVICE says, before the command line is there to tell it
+    command = (sys.argv or [""])[0].rpartition("/")[2]
+    if command == "-m":  # while Python looks for the module
+        command = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+    if command != "portakv":
+        raise
+    print(f"portakv: {error}", file=sys.stderr)
+    sys.exit(2)
+
 from portakv import parallel
 from portakv.allocator import HybridSlotAllocator
 from portakv.compile import warmup
 from portakv.consumers import CONSUMERS, ReadStyle
 from portakv.device import DeviceKind
-from portakv.dispatch import DEVICE, explain
 from portakv.errors import (
     DeviceUnavailable,
     IntegrityError,

@@ -11,30 +11,28 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Concatenate, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from portakv import device as devices
-from portakv.arguments import shown
-from portakv.arrays import (
+from portakv.arguments import (
     Bools,
     Ints,
     IntsLike,
+    are_plain,
     as_array,
     as_batch,
     as_int,
     as_ints,
     as_table,
-    ascending,
-    entries,
-    is_first,
-    ranges,
     require,
+    shown,
 )
 from portakv.errors import PortaKVError, SlotOwnership
-from portakv.pages import NO_PAGES, HybridPages, OnPatch
+from portakv.pages import NO_PAGES, HybridPages, OnPatch, ascending, is_first, ranges
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -123,10 +121,10 @@ class HybridSlotAllocator:
         window: int | None = None,
         on_patch: OnPatch | None = None,
     ) -> None:
-        self.page_size = page = as_int("page_size", page_size, 1)
-        self.window = None if window is None else as_int("window", window, 1)
+        self.page_size = page = as_int("page_size", page_size)
+        self.window = None if window is None else as_int("window", window)
         self.size = as_int("size", size, page) // page * page
-        self.swa_size = 0 if swa_size is None else as_int("swa_size", swa_size, 1) // page * page
+        self.swa_size = 0 if swa_size is None else as_int("swa_size", swa_size) // page * page
         # A decode step holds its window and takes the next page before it evicts one.
         need = page if self.window is None else min(self.window + page, self.size)
         if swa_size is not None and self.swa_size < need:
@@ -193,7 +191,7 @@ class HybridSlotAllocator:
         Only the pages that hold the last `swa_tail` tokens get an SWA peer; None means all, 0 none. Raises
         `OutOfSlots` with the side that is short.
         """
-        n = as_int("n", n, 0)
+        n = as_int("n", n, 0, None)
         if n == 1 and swa_tail is None and self._pages.takes_scalars:
             return torch.from_numpy(self._pages.take_one())
         page, tail = self.page_size, self._tail(swa_tail)
@@ -426,13 +424,13 @@ class HybridSlotAllocator:
     @_exclusive
     def is_owned(self, slots: IntsLike) -> Bools:
         """Which of `slots` (1-D) are handed out; any integer may be asked about."""
-        return self._is_owned(as_ints("slots", slots))
+        return self._owned(as_ints("slots", slots))
 
     @_exclusive
     def has_peer(self, slots: IntsLike) -> Bools:
         """Which of `slots` (1-D) are handed out and have an SWA peer, whatever bytes it holds."""
         given = as_ints("slots", slots)
-        peered: Bools = self._is_owned(given) & (self.mapping.take(given, mode="clip") != 0)
+        peered: Bools = self._owned(given) & (self.mapping.take(given, mode="clip") != 0)
         return peered
 
     @_exclusive
@@ -450,9 +448,9 @@ class HybridSlotAllocator:
         a row.
         """
         given = as_array("slots", slots, (1, 2)).astype(np.int64, copy=False)
-        window = self.window if window is None else min(as_int("window", window, 1), sys.maxsize)
+        window = self.window if window is None else min(as_int("window", window, most=None), sys.maxsize)
         rows, prefix = np.atleast_2d(given), np.arange(1, given.shape[-1] + 1)
-        good = np.logical_and.accumulate(self._is_owned(rows), axis=1) & (prefix % self.page_size == 0)
+        good = np.logical_and.accumulate(self._owned(rows), axis=1) & (prefix % self.page_size == 0)
         if self.swa_size:
             last_dead = np.maximum.accumulate(np.where(self._is_live(rows), 0, prefix), axis=1)  # 1-based
             good &= last_dead <= (0 if window is None else np.maximum(prefix - window + 1, 0))
@@ -470,7 +468,7 @@ class HybridSlotAllocator:
         self._require_owned(as_ints("slots", slots))
 
     def _require_owned(self, given: Ints) -> None:
-        owned = self._is_owned(given)
+        owned = self._owned(given)
         if owned.all():
             return
         slot = int(given[~owned][0])
@@ -486,28 +484,31 @@ class HybridSlotAllocator:
 
     def _tail(self, swa_tail: int | None) -> int:
         """How many tokens at the end of a sequence get a peer: none without an SWA side."""
-        tail = sys.maxsize if swa_tail is None else min(as_int("swa_tail", swa_tail, 0), sys.maxsize)
+        tail = sys.maxsize if swa_tail is None else min(as_int("swa_tail", swa_tail, 0, None), sys.maxsize)
         return tail if self.swa_size else 0
 
     def _single(self, slots: IntsLike) -> int:
         """The one slot that can go back in scalars; 0 leaves the call, and any complaint, to arrays."""
         if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
             return 0
-        if slots.dim() != 1 or slots.numel() != 1:
+        if not slots.is_cpu or not are_plain(slots) or slots.shape != (1,):
             return 0
         slot = int(slots)
         return slot if self._pages.takes_scalars and 0 < slot <= self.size and self._fill[slot] else 0
 
-    def _is_owned(self, slots: Ints) -> Bools:
+    def _owned(self, slots: Ints) -> Bools:
         page = slots // self.page_size
         # Clipped to a page: what is below page 0 lands there, where nothing is ever handed out.
         owned: Bools = slots - page * self.page_size < self._fill.take(page, mode="clip")
         return owned & (slots < self._pages.num_rows)
 
+    owns = _exclusive(_owned)
+    """`is_owned` of an array that is known to be one of slots."""
+
     def _is_live(self, slots: Ints) -> Bools:
         page = slots // self.page_size
         written = slots - page * self.page_size >= self._pages.unwritten.take(page, mode="clip")
-        live: Bools = self._is_owned(slots) & (self.mapping.take(slots, mode="clip") != 0) & written
+        live: Bools = self._owned(slots) & (self.mapping.take(slots, mode="clip") != 0) & written
         return live
 
     def __reduce__(self) -> NoReturn:
@@ -554,3 +555,11 @@ class HybridSlotAllocator:
             twice = ordered[~once][0]
             raise SlotOwnership(f"last_loc: expected pages to be continued once, got page {twice} twice")
         return page[joins]
+
+
+def entries(table: torch.Tensor | npt.NDArray[np.integer[Any]], rows: Ints, columns: Ints) -> Ints:
+    """`table[rows, columns]` on the host; of a table on a device only these are copied."""
+    if not isinstance(table, torch.Tensor):
+        return table[rows, columns].astype(np.int64, copy=False)
+    at = torch.from_numpy(np.stack((rows, columns))).to(table.device)
+    return as_ints("table", table[at[0], at[1]])

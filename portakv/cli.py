@@ -28,9 +28,11 @@ from portakv import check as conformance
 from portakv import compare, dispatch
 from portakv import compile as compilation
 from portakv import costs as costing
+from portakv.arguments import as_int
 from portakv.check import Outcome
 from portakv.compare import Comparison
-from portakv.errors import PortaKVError
+from portakv.device import Device
+from portakv.errors import DeviceUnavailable, PortaKVError
 from portakv.formats import list_variants
 from portakv.layers import LayerSpec, layers_from_config
 
@@ -99,11 +101,12 @@ def check(
     """Compare every kernel of a device, or its compiled code, with the reference, bit for bit, and captured graphs."""
     if targets:
         if device_name is not None:
-            raise typer.BadParameter("expected --device or --target, got both")
+            _print_problem("expected --device or --target, got both")
+            raise typer.Exit(2)
         _check_targets(",".join(targets).split(","), every, jobs, as_json)
         return
     with _one_line_errors():
-        of, target = dispatch.resolve(device_name)
+        of, target = _find_device(device_name)
     outcomes = []
     with _progress() as bars:
         for outcome in bars.track(
@@ -296,20 +299,21 @@ def run(
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; give several for a batch.", show_default=False)
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate after each prompt.")] = 112,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate after each prompt, at least 3.")] = 112,
     as_json: AsJson = False,
 ) -> None:
     """Generate greedily through a pool and through the model's own cache, and compare what comes out."""
     _require_transformers()
     with _one_line_errors():
-        of, target = dispatch.resolve(device_name)
+        new_tokens = as_int("--new-tokens", new_tokens, 3)
+        of, target = _find_device(device_name)
         prompts = prompt or compare.PROMPTS
         if model is None:
             names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
         else:
             names, subjects = [model.name], iter([compare.local_subject(model, target, prompts)])
     results = []
-    with _progress() as bars:
+    with _one_line_errors(), _progress() as bars:
         tasks = [bars.add_task(name, total=2 * new_tokens) for name in names]
         for task, subject in zip(tasks, subjects, strict=True):
             results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task)))
@@ -346,7 +350,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (PortaKVError, ValueError, OSError) as e:
-        _err.print(f"portakv: {e}", style="red", markup=False, highlight=False)
+        _print_problem(" ".join(str(e).split()))
         raise typer.Exit(2) from None
 
 
@@ -369,6 +373,17 @@ def _checkpoint_layers(directory: Path) -> list[LayerSpec]:
 
     config: Any = AutoConfig  # its methods have no types
     return layers_from_config(config.from_pretrained(directory))
+
+
+def _find_device(name: str | None) -> tuple[Device, torch.device]:
+    """A device by its name or torch's, once it holds a number."""
+    of, target = dispatch.resolve(name)
+    try:
+        torch.zeros(1, device=target).item()
+    except (AssertionError, ImportError, RuntimeError) as e:  # meta, or what this torch is not built for
+        why = str(e).partition(". ")[0].partition("\n")[0]
+        raise DeviceUnavailable(f"{target}: expected a device with memory, got none: {why}") from e
+    return of, target
 
 
 def _progress() -> Progress:

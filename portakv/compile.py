@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portakv import dispatch
+from portakv.arguments import as_int
 from portakv.device import Gpu
 from portakv.errors import PortaKVError
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS, VECTOR_BYTES, KVFormat, Layout, Variant, list_variants
 from portakv.groups import plan_groups
 from portakv.kernels import load
-from portakv.layers import LayerSpec, check_positive
+from portakv.layers import LayerSpec
 from portakv.memory.layouts import LAYOUTS, find_layout
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def model_formats(
     """The formats of a pool of `layers`; raises `ValueError` for what no pool can store."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: expected one of {list(_DTYPES)}, got {dtype!r}")
-    groups = plan_groups(layers, True, _DTYPES[dtype], check_positive("page_size", page_size), layout)
+    groups = plan_groups(layers, True, _DTYPES[dtype], as_int("page_size", page_size), layout)
     return tuple(dict.fromkeys(fmt for _, fmt in groups))
 
 

@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
-from portakv.arguments import require_index_dtype
-from portakv.arrays import as_int
+from portakv.arguments import as_choice, as_int, as_member, last_offset, require_index_dtype, shown
 from portakv.formats import PAD, Structure
 
 RAGGED, PAGES, ROWS, QUERY_ROWS = Structure
-STRUCTURES = [structure.value for structure in Structure]
-
-MOST = 2**63 - 1
-"""What kernels take for a size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +37,14 @@ class ReadStyle:
     def __post_init__(self) -> None:
         for name in ("full", "window"):
             if not isinstance(getattr(self, name), Structure):
-                raise TypeError(f"{name}: expected a Structure, got {getattr(self, name)!r}")
+                raise TypeError(f"{name}: expected a Structure, got {shown(getattr(self, name))}")
         for name in ("index_dtype", "write_dtype"):
             require_index_dtype(name, getattr(self, name))
         for name, choices in (("pad", (0, -1)), ("offset_bits", (32, 64))):
-            if type(value := getattr(self, name)) is not int or value not in choices:
-                raise ValueError(f"{name}: expected {choices[0]} or {choices[1]}, got {value!r}")
+            object.__setattr__(self, name, as_choice(name, getattr(self, name), choices))
         for name, least in (("column_multiple", 1), ("decode_keys_short", 0), ("page_divides", 1)):
             if (given := getattr(self, name)) is not None or name != "page_divides":
-                object.__setattr__(self, name, as_int(name, given, least, MOST))
+                object.__setattr__(self, name, as_int(name, given, least))
 
 
 CONSUMERS: dict[str, ReadStyle] = {
@@ -87,12 +81,10 @@ def read_style(
             raise ValueError(f"consumer: expected one of {list(CONSUMERS)}, got {consumer!r}")
         consumer = CONSUMERS[consumer]
     if not isinstance(consumer, ReadStyle):
-        raise TypeError(f"consumer: expected a name or a ReadStyle, got {consumer!r}")
-    if structure is not None and not (
-        isinstance(structure, Structure) or (isinstance(structure, str) and structure in STRUCTURES)
-    ):
-        raise ValueError(f"structure: expected one of {STRUCTURES}, got {structure!r}")
-    changes: dict[str, Any] = {} if structure is None else dict.fromkeys(("full", "window"), Structure(structure))
+        raise TypeError(f"consumer: expected a name or a ReadStyle, got {shown(consumer)}")
+    changes: dict[str, Any] = {}
+    if structure is not None:
+        changes = dict.fromkeys(("full", "window"), as_member("structure", structure, Structure))
     changes |= {name: x for name, x in (("index_dtype", index_dtype), ("pad", pad)) if x is not None}
     return replace(consumer, **changes) if changes else consumer
 
@@ -108,8 +100,3 @@ def check_offsets(style: ReadStyle, cache: torch.Tensor) -> None:
         raise ValueError(
             f"consumer: expected at most {most} {what} for its {style.offset_bits}-bit offsets, got {cache.shape[0]}"
         )
-
-
-def last_offset(cache: torch.Tensor) -> int:
-    """The offset of the last element."""
-    return sum((n - 1) * stride for n, stride in zip(cache.shape, cache.stride(), strict=True)) if cache.numel() else 0

@@ -222,8 +222,14 @@ def _reasons_against(row: Row, found: DeviceFacts, request: Request) -> Iterator
 
 
 def parse_kernels(text: str) -> dict[str, str]:
-    """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference" as op -> row."""
-    return {op: name for op, _, name in (item.strip().partition("=") for item in text.split(",") if item.strip())}
+    """`PORTAKV_KERNELS`: "store_kv=triton,gather_kv=reference" as op -> row. Raises `ValueError` for an op twice."""
+    wanted: dict[str, str] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        op, _, name = map(str.strip, item.partition("="))
+        if op in wanted:
+            raise ValueError(f"PORTAKV_KERNELS: expected each op once, got {op!r} twice")
+        wanted[op] = name
+    return wanted
 
 
 def select_all(

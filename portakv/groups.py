@@ -14,11 +14,13 @@ import torch
 from portakv import device as devices
 from portakv import dispatch, ops
 from portakv.allocator import HybridSlotAllocator
-from portakv.arrays import Ints
+from portakv.arguments import Ints, Span, as_dtype, as_int, shown, span_of, tracing
 from portakv.errors import PortaKVError
-from portakv.formats import FAULT_KINDS, SLOT_OPS, KVFormat, Layout
-from portakv.layers import LayerSpec, check_positive
+from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS, SLOT_OPS, KVFormat, Layout
+from portakv.layers import LayerSpec
+from portakv.memory.layouts import LAYOUTS, find_layout
 
+Kernels = Mapping[str, Callable[..., None]]
 Plan = dict[tuple[str, KVFormat], tuple[int, ...]]
 """(side, format) -> the model layers stored so."""
 
@@ -41,14 +43,14 @@ class Layer:
     v_scale: torch.Tensor
     k_inv: torch.Tensor
     v_inv: torch.Tensor
+    spans: tuple[Span, ...]  # of the caches, for kernels that do not look themselves; empty where no bytes are
+    rotated_dim: int
     store: Callable[..., None]
     store_checks: bool  # both stores refuse by themselves what they cannot take
     store_rope: Callable[..., None] | None  # None where the layout takes no rope
     gather: Callable[..., None]
+    gather_checks: bool
     gathers_batches: bool
-    traced_store: Callable[..., None]  # what a tracer sees instead
-    traced_store_rope: Callable[..., None] | None
-    traced_gather: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,10 @@ class LayerGroup:
     v_caches: torch.Tensor
     scales: torch.Tensor
     store_checks: bool
-    gathers_batches: bool
+    gather_checks: bool
     raw: KVFormat
-    kernels: Mapping[str, Callable[..., None]]
-    traced: Mapping[str, Callable[..., None]]
+    kernels: Kernels
+    traced: Kernels
 
     @property
     def kv_bytes(self) -> int:
@@ -85,13 +87,13 @@ class LayerGroup:
         """The reserved page of every layer, in each buffer."""
         return [buffer[:, : self.fmt.page_size // self.fmt.item_slots] for buffer in self.buffers]
 
-    def kernel(self, op: str, fmt: KVFormat) -> Callable[..., None]:
-        """What runs "store_kv", "gather_kv" or "move_kv" of `fmt`, the group's own or `raw`, now."""
-        return (self.traced if ops.tracing() else self.kernels)[f"{op}{fmt.family}"]
+    def kernel(self, op: str) -> Callable[..., None]:
+        """What now moves raw bytes by "store_kv", "gather_kv" or "move_kv"."""
+        return (self.traced if tracing() else self.kernels)[f"{op}{self.raw.family}"]
 
-    def layer(self, at: int) -> Layer:
-        """The layer at `at` of axis 0."""
-        fmt = self.fmt
+    def layer(self, at: int, traced: bool) -> Layer:
+        """The layer at `at` of axis 0, its kernels eager or as a tracer sees them."""
+        fmt, kernels = self.fmt, self.traced if traced else self.kernels
         k_scale, v_scale, k_inv, v_inv = self.scales[:, at]
         k_cache, v_cache = self.k_caches[at], self.v_caches[at]
         return Layer(
@@ -109,14 +111,14 @@ class LayerGroup:
             v_scale=v_scale,
             k_inv=k_inv,
             v_inv=v_inv,
-            store=self.kernels[f"store_kv{fmt.family}"],
-            store_checks=self.store_checks,
-            store_rope=self.kernels.get(f"store_kv_rope{fmt.family}"),
-            gather=self.kernels[f"gather_kv{fmt.family}"],
-            gathers_batches=self.gathers_batches,
-            traced_store=self.traced[f"store_kv{fmt.family}"],
-            traced_store_rope=self.traced.get(f"store_kv_rope{fmt.family}"),
-            traced_gather=self.traced[f"gather_kv{fmt.family}"],
+            spans=() if traced or k_cache.is_meta else (span_of(k_cache), span_of(v_cache)),
+            rotated_dim=fmt.rotated_dim,
+            store=kernels[f"store_kv{fmt.family}"],
+            store_checks=self.store_checks and not traced,
+            store_rope=kernels.get(f"store_kv_rope{fmt.family}"),
+            gather=kernels[f"gather_kv{fmt.family}"],
+            gather_checks=self.gather_checks and not traced,
+            gathers_batches=self.gather_checks and not traced and not fmt.family,
         )
 
 
@@ -124,6 +126,29 @@ class LayerGroup:
 def _one_object(fmt: KVFormat) -> KVFormat:
     """The first format equal to `fmt`: launchers tell formats apart by identity, and remember each."""
     return fmt
+
+
+def storage_dtype(dtype: torch.dtype | str, found: devices.DeviceFacts) -> torch.dtype:
+    """The dtype of a pool, by itself or its name; "fp8" is the dialect that the device reads."""
+    if isinstance(dtype, str) and dtype == "fp8":
+        return found.fp8_dialect
+    return as_dtype("dtype", dtype, (*FLOAT_DTYPES, *FP8_DIALECTS), "'fp8' or one of {}")
+
+
+def choose_layout(
+    layout: Layout | str, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int, found: devices.DeviceFacts
+) -> Layout:
+    """A layout, or that of its name. "auto": of the packed pages that a CPU reads fastest the first that holds every
+    layer, else rows."""
+    allowed = [x for x in LAYOUTS if found.device.torch_type == "cpu" or not x.packed]
+    if not (isinstance(layout, str) and layout == "auto"):
+        where = f" or 'auto' on a device of kind {found.device.name}"
+        return find_layout(layout, allowed, where)
+    for choice in map(find_layout, found.device.packed(found.features)):
+        shapes = ((spec, KVFormat(1, spec.head_dim, spec.v_dim, dtype, page_size, choice)) for spec in layers)
+        if not any(fmt.problem(spec.mla) for spec, fmt in shapes):
+            return choice
+    return Layout.ROWS
 
 
 def plan_groups(layers: Sequence[LayerSpec], has_swa: bool, dtype: torch.dtype, page_size: int, layout: Layout) -> Plan:
@@ -178,7 +203,7 @@ def widest_window(layers: Sequence[LayerSpec], swa_window: int | None) -> int | 
     """What an SWA side keeps: the largest window of `layers` and `swa_window`, None without either."""
     windows = [spec.window for spec in layers if spec.window is not None]
     if swa_window is not None:
-        windows.append(check_positive("swa_window", swa_window))
+        windows.append(as_int("swa_window", swa_window))
     return max(windows, default=None)
 
 
@@ -202,12 +227,15 @@ def pool_bytes(
     return needs
 
 
-def check_ratio(swa_ratio: float | None) -> None:
-    """Raise `TypeError` or `ValueError` for what is no share of a full side."""
-    if swa_ratio is not None and (not isinstance(swa_ratio, (int, float)) or isinstance(swa_ratio, bool)):
-        raise TypeError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio!r}")
-    if swa_ratio is not None and not 0 < swa_ratio <= 1:
+def as_ratio(swa_ratio: float | None) -> float | None:
+    """A share of a full side."""
+    if swa_ratio is None:
+        return None
+    if not isinstance(swa_ratio, (int, float, np.integer, np.floating)) or isinstance(swa_ratio, bool):
+        raise TypeError(f"swa_ratio: expected a number in (0, 1], got {shown(swa_ratio)}")
+    if not 0 < swa_ratio <= 1:
         raise ValueError(f"swa_ratio: expected a number in (0, 1], got {swa_ratio}")
+    return float(swa_ratio)
 
 
 def fit_sizes(
@@ -217,7 +245,7 @@ def fit_sizes(
 
     Raises `ValueError` if not one page fits.
     """
-    check_positive("budget", budget)
+    budget = as_int("budget", budget)
 
     def sizes(pages: int) -> tuple[int, int | None]:
         size = pages * page_size
@@ -239,9 +267,9 @@ def allocate_slots(
     window: int | None,
     kind: devices.Device,
     device: torch.device,
-    kernel: Callable[[str], Callable[..., None]],
+    kernels: tuple[Kernels, Kernels],
 ) -> tuple[HybridSlotAllocator, torch.Tensor]:
-    """An allocator and its mapping on `device`, which op `patch_map` of `kernel` keeps up to date.
+    """An allocator and its mapping on `device`, which op `patch_map` of `kernels` keeps up to date.
 
     On a device that reads host memory the mapping is the allocator's own array. On another, calls that edit it while
     a graph is captured raise `PortaKVError`: every replay would edit it again.
@@ -251,7 +279,7 @@ def allocate_slots(
         if devices.is_capturing(device):
             raise PortaKVError(f"full_to_swa: expected no edit while {device} captures a graph, got {len(slots)} slots")
         edit = kind.upload(torch.from_numpy(np.stack((slots, values))), device)
-        kernel("patch_map")(mapping, edit[0], edit[1])
+        kernels[tracing()]["patch_map"](mapping, edit[0], edit[1])
 
     shared = devices.shares_host_memory(device)
     allocator = HybridSlotAllocator(size, swa_size, page_size, window=window, on_patch=None if shared else patch)
@@ -284,7 +312,7 @@ def allocate_group(
         v_caches=v_caches,
         scales=torch.ones((4, len(ids), fmt.num_kv_heads), dtype=torch.float32, device=device),
         store_checks=all(selection.row.checks for op, selection in chosen.items() if op.startswith("store_kv")),
-        gathers_batches=not fmt.family and chosen["gather_kv"].row.checks,
+        gather_checks=all(selection.row.checks for op, selection in chosen.items() if op.startswith("gather_kv")),
         raw=_one_object(fmt.raw),
         kernels={op: dispatch.load(op, selection) for op, selection in chosen.items()},
         traced=ops.traced(chosen, fmt.ops),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from portakv.arguments import MOST, as_int, require_bool, shown
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -29,13 +31,11 @@ class LayerSpec:
     def __post_init__(self) -> None:
         for name in ("window", "num_kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if value is None and name in ("window", "v_head_dim"):
-                continue
-            check_positive(name, value)
-        if self.alias_of is not None and (not isinstance(self.alias_of, int) or isinstance(self.alias_of, bool)):
-            raise TypeError(f"alias_of: expected the index of a layer, got {self.alias_of!r}")
-        if not isinstance(self.mla, bool):
-            raise TypeError(f"mla: expected a bool, got {self.mla!r}")
+            if value is not None or name not in ("window", "v_head_dim"):
+                object.__setattr__(self, name, as_int(name, value))
+        if self.alias_of is not None:
+            object.__setattr__(self, "alias_of", as_int("alias_of", self.alias_of, -MOST))
+        require_bool("mla", self.mla)
         if self.mla and self.num_kv_heads != 1:
             raise ValueError(f"num_kv_heads: expected 1 of an MLA layer, got {self.num_kv_heads}")
         if self.mla and self.v_head_dim is None:
@@ -46,15 +46,15 @@ class LayerSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
-def check_positive(name: str, value: object) -> int:
-    """`value` as it came if it is an int above 0 that fits 64 bits, else TypeError or ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value}")
-    if value >= 2**63:
-        raise ValueError(f"{name}: expected less than 2**63, got {value}")
-    return value
+def as_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"layers: expected a sequence of LayerSpec, got {shown(layers)}")
+    for i, spec in enumerate(layers):
+        if not isinstance(spec, LayerSpec):
+            raise TypeError(f"layers[{i}]: expected a LayerSpec, got {shown(spec)}")
+    if not layers:
+        raise ValueError("layers: expected at least one LayerSpec, got none")
+    return tuple(layers)
 
 
 def require_heads(layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
@@ -76,28 +76,47 @@ def layers_from_config(config: Any) -> list[LayerSpec]:
     engines that attend to the latent.
 
     Raises `ValueError` for what is not a token's K and V under a window: chunked, linear or compressed
-    attention.
+    attention; and, or `TypeError`, for attributes that are no numbers of heads, dims or layers.
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    try:
+        return _read_layers(config)
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError) as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"config: expected the numbers of heads, dims and layers of a decoder, got {got}") from error
+
+
+def _read_layers(config: Any) -> list[LayerSpec]:
+    text = config.get_text_config(decoder=True) if callable(getattr(config, "get_text_config", None)) else config
     text = getattr(text, "text_config", None) or text
     num_layers = getattr(text, "num_decoder_layers", None) or getattr(text, "num_hidden_layers", None)
     if num_layers is None:
         got = type(config).__name__
         raise ValueError(f"config: expected a decoder config with num_hidden_layers, got {got}")
     own = getattr(text, "num_decoder_layers", None) is None  # T5's other layers are its encoder's
-    of_layer = list((own and getattr(text, "per_layer_config", None)) or [text] * num_layers)
-    kinds = getattr(text, "layer_types", None) or [_infer_kind(layer) for layer in of_layer]
-    if not getattr(text, "layer_types", None) and (blocks := getattr(text, "layers_block_type", None)):
+    num_layers = as_int("config.num_hidden_layers", num_layers, most=1 << 20)
+    of_layer = (own and _listed(text, "per_layer_config")) or [text] * num_layers
+    kinds = _listed(text, "layer_types") or [_infer_kind(layer) for layer in of_layer]
+    if not _listed(text, "layer_types") and len(blocks := _listed(text, "layers_block_type")) == len(kinds):
         kinds = [kind if block == "attention" else block for kind, block in zip(kinds, blocks, strict=True)]
     if not len(kinds) == len(of_layer) == num_layers:
         raise ValueError(f"config.layer_types: expected {num_layers} entries, got {len(kinds)}")
     specs = [_layer_spec(i, kinds[i], of_layer[i]) for i in range(num_layers)]
-    for i in range(num_layers - (getattr(text, "num_kv_shared_layers", None) or 0), num_layers):
+    shared = as_int("config.num_kv_shared_layers", getattr(text, "num_kv_shared_layers", None) or 0, 0, num_layers)
+    for i in range(num_layers - shared, num_layers):
         stored = [j for j in range(i) if kinds[j] == kinds[i] and specs[j].alias_of is None]
         if not stored:
             raise ValueError(f"config.num_kv_shared_layers: no layer before {i} stores KV of kind {kinds[i]}")
         specs[i] = replace(specs[i], alias_of=stored[-1])
     return specs
+
+
+def _listed(config: Any, name: str) -> list[Any]:
+    """An attribute of one entry for each layer; empty where there is none."""
+    value = getattr(config, name, None)
+    try:
+        return list(value or ())
+    except TypeError:
+        raise TypeError(f"config.{name}: expected a list, got {type(value).__name__}") from None
 
 
 def _infer_kind(layer: Any) -> str:
@@ -139,7 +158,9 @@ def _layer_spec(i: int, kind: str, layer: Any) -> LayerSpec:
         heads = 2 * layer.num_key_value_heads  # fixed in its modelling code, whatever its config says
     if not heads:
         raise ValueError(f"config.num_attention_heads: expected the heads of layer {i}, got {heads}")
-    head_dim = size("head_dim", "d_kv") or layer.hidden_size // size("num_attention_heads")
+    head_dim = size("head_dim", "d_kv") or as_int("config.hidden_size", layer.hidden_size) // as_int(
+        "config.num_attention_heads", size("num_attention_heads")
+    )
     v_head_dim = size("v_head_dim") or head_dim
     return LayerSpec(window, heads, head_dim, None if v_head_dim == head_dim else v_head_dim)
 

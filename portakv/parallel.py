@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from portakv import checks, dispatch
 from portakv import device as devices
-from portakv.arrays import Ints, IntsLike, as_int, as_ints, ranges, require
+from portakv.arguments import Ints, IntsLike, as_dtype, as_int, as_ints, require, require_plain, require_rows
 from portakv.errors import MissingSwaLoc
 from portakv.formats import FLOAT_DTYPES, FP8_DIALECTS
 from portakv.groups import Layer
+from portakv.pages import ranges
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc, WriteLoc, require_location
 
@@ -68,10 +69,11 @@ def zigzag_split(x: Tensor, rank: int, world: int, seq_lens: IntsLike | None = N
     `seq_lens [B]` are the tokens of each sequence, one after another in `x`; without them `x` is one sequence. Raises
     `ValueError` for lengths that do not add up to T, or no such rank.
     """
-    if not isinstance(x, Tensor) or x.dim() == 0:
-        got = "a number" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x: expected a tensor of rows, got {got}")
-    if not 0 <= as_int("rank", rank, 0) < as_int("world", world, 1):
+    require_plain("x", x)
+    if x.dim() == 0:
+        raise TypeError("x: expected a tensor of rows, got a number")
+    world, rank = as_int("world", world), as_int("rank", rank, 0)
+    if rank >= world:
         raise ValueError(f"rank: expected one below {world}, got {rank}")
     order = _zigzag_order(_lens(seq_lens, x.shape[0]), rank, world)
     index = dispatch.device_of(x.device).upload(torch.from_numpy(order), x.device)
@@ -97,9 +99,10 @@ def plan_zigzag_write(
         raise ValueError("group: expected a process group that this rank belongs to")
     try:
         require_location("write_loc", write_loc, pool.device)
-        lens = _lens(seq_lens, len(write_loc))
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype: expected one of {[str(d) for d in DTYPES]}, got {dtype!r}")
+        for slots in (write_loc.loc, write_loc.swa_loc):
+            if slots is not None:
+                require_plain("write_loc", slots)
+        lens, dtype = _lens(seq_lens, len(write_loc)), as_dtype("dtype", dtype, DTYPES)
     except (TypeError, ValueError):
         _compare(None, pool.device, group)  # the others would wait for this rank
         raise
@@ -157,8 +160,7 @@ def cp_allgather_and_save_kv(
         plan = write_loc
     else:
         plan = plan_zigzag_write(pool, write_loc, getattr(k, "dtype", None), group=group)  # type: ignore[arg-type]
-    layer = pool._layers.get(layer_id) if type(layer_id) is int else None
-    refusal = _refusal(pool, layer_id, layer, plan, k, v)
+    layer, refusal = _look(pool, layer_id, plan, k, v)
     hears = _hears(pool)
     if refusal is not None and not (hears and any(plan.rows)):
         raise refusal
@@ -204,18 +206,19 @@ def _hears(pool: HybridKVPool) -> bool:
     return pool.check or devices.shares_host_memory(pool.device)
 
 
-def _refusal(
-    pool: HybridKVPool, layer_id: int, layer: Layer | None, plan: ZigzagWriteLoc, k: Tensor, v: Tensor
-) -> Exception | None:
-    """What is wrong with this rank's layer, rows or locations."""
+def _look(
+    pool: HybridKVPool, layer_id: int, plan: ZigzagWriteLoc, k: Tensor, v: Tensor
+) -> tuple[Layer | None, Exception | None]:
+    """This rank's layer, and what is wrong with it, its rows or locations."""
+    layer = None
     try:
-        if layer is None:
-            raise checks.no_layer(layer_id, pool.layers)
+        layer = pool._stored(layer_id, False)
         own = checks.side_slots("write_loc", layer_id, layer, plan.write_loc)[: plan.rows[plan.rank]]
-        checks.check_rows(("k", "v", "write_loc"), layer, own, k, v, layer.sources, pool.device)
+        tails = layer.k_tail, layer.v_tail
+        require_rows(("k", "v", "write_loc"), tails, own, k, v, layer.sources, pool.device)
     except (TypeError, ValueError, MissingSwaLoc) as e:
-        return e
-    return None if k.dtype is plan.dtype else TypeError(f"k: expected {plan.dtype} as planned, got {k.dtype}")
+        return layer, e
+    return layer, None if k.dtype is plan.dtype else TypeError(f"k: expected {plan.dtype} as planned, got {k.dtype}")
 
 
 def _split(rows: Tensor, layer: Layer, unit: int = 1) -> tuple[Tensor, Tensor]:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _python_dispatch as modes
 
 from portakv import checks, dispatch, ops, transfer
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
-from portakv.arguments import require_bool, require_index_dtype
-from portakv.arrays import as_ints
+from portakv.arguments import (
+    as_dtype,
+    as_int,
+    as_ints,
+    as_layer,
+    as_scales,
+    as_switch,
+    require_apart,
+    require_bool,
+    require_disjoint,
+    require_index_dtype,
+    require_plain,
+    require_rows,
+    require_slots,
+    tracing,
+)
 from portakv.consumers import ReadStyle
-from portakv.formats import FAULT_KINDS, SLOT_OPS, Structure
+from portakv.formats import FAULT_KINDS, SLOT_OPS, Layout, Structure
 from portakv.groups import (
     Layer,
     LayerGroup,
     allocate_group,
     allocate_slots,
+    as_ratio,
     buffer_rows,
     check_kernels,
-    check_ratio,
+    choose_layout,
     fit_sizes,
     name_rows,
     plan_groups,
     pool_bytes,
+    storage_dtype,
     widest_window,
 )
-from portakv.layers import LayerSpec, check_positive
+from portakv.layers import LayerSpec, as_layers
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
 from portakv.transfer import HostCopy
-from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, check_slots, planned, require_location, to_device
+from portakv.write_loc import GraphWriteLoc, KVWriteLoc, WriteLoc, planned, require_location, to_device
 
 Tensor = torch.Tensor
 Out = Tensor | None
@@ -72,7 +86,7 @@ class HybridKVPool:
         swa_size: int | None = None,
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
-        layout: str = "rows",
+        layout: Layout | str = "rows",
         device: dispatch.AnyDevice = None,
         check: bool | None = None,
         kernels: Mapping[str, str] | None = None,
@@ -80,15 +94,15 @@ class HybridKVPool:
         slots_of: HybridKVPool | None = None,
         swa_window: int | None = None,
     ) -> None:
-        self.layers = checks.pool_layers(layers)
-        self.page_size = check_positive("page_size", page_size)
-        check_positive("size", size)
-        self.has_swa = swa_size is not None and check_positive("swa_size", swa_size) > 0
+        self.layers = as_layers(layers)
+        self.page_size = page_size = as_int("page_size", page_size)
+        size, swa_size = as_int("size", size), None if swa_size is None else as_int("swa_size", swa_size)
+        self.has_swa = swa_size is not None
         self.kind, self.device = dispatch.resolve(device)
-        self.check = checks.checked_mode(check)
+        self.check = as_switch("check", check, "PORTAKV_CHECK")
         found = self.kind.facts(self.device)
-        self.dtype = checks.storage_dtype(dtype, found)
-        self.layout = checks.pool_layout(layout, self.layers, self.dtype, page_size, found)
+        self.dtype = storage_dtype(dtype, found)
+        self.layout = choose_layout(layout, self.layers, self.dtype, page_size, found)
         groups = plan_groups(self.layers, self.has_swa, self.dtype, page_size, self.layout)
         if swa_window is not None and not self.has_swa:
             raise ValueError(f"swa_window: expected None without swa_size, got {swa_window}")
@@ -99,8 +113,9 @@ class HybridKVPool:
         check_kernels(kernels, groups)
         self.kernels = name_rows((common, *chosen.values()))
         self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
-        # Held by others too: a bound method would keep a dropped pool's memory until the garbage collector runs.
-        self._kernel = functools.partial(ops.choose, self._slot_kernels, ops.traced(common, dict.fromkeys(common)))
+        # Eager, and as a tracer sees them: `tracing()` says which.
+        self._slot_ops = self._slot_kernels, ops.traced(common, dict.fromkeys(common))
+        self._slot_checks = all(selection.row.checks for selection in common.values())
 
         self._owns_slots = slots_of is None
         if slots_of is not None:
@@ -108,7 +123,8 @@ class HybridKVPool:
 
         def make() -> tuple[HybridSlotAllocator, Tensor, Tensor, tuple[LayerGroup, ...]]:
             if slots_of is None:
-                slots = allocate_slots(size, swa_size, page_size, self.window, self.kind, self.device, self._kernel)
+                where = self.kind, self.device
+                slots = allocate_slots(size, swa_size, page_size, self.window, *where, self._slot_ops)
             else:
                 slots = slots_of.allocator, slots_of.full_to_swa
             faults = torch.zeros(len(FAULT_KINDS), dtype=torch.int64, device=self.device)
@@ -119,11 +135,17 @@ class HybridKVPool:
         self.allocator, self.full_to_swa, self._faults, self.groups = devices.allocate(make, needs)
         self.size = size // page_size * page_size
         self.swa_size = None if swa_size is None else swa_size // page_size * page_size
-        self._layers = {i: group.layer(at) for group in self.groups for at, i in enumerate(group.layers)}
+        self._bound = tuple(
+            {i: group.layer(at, traced) for group in self.groups for at, i in enumerate(group.layers)}
+            for traced in (False, True)
+        )
+        owner = [i if spec.alias_of is None else spec.alias_of for i, spec in enumerate(self.layers)]
+        self._readable = tuple({i: bound[at] for i, at in enumerate(owner)} for bound in self._bound)
+        self._layers = self._bound[False]
         self._stores_swa = any(group.side == "swa" for group in self.groups)
-        self._readable = {i: self._layers[i if x.alias_of is None else x.alias_of] for i, x in enumerate(self.layers)}
         self._planner = ReadPlanner(
-            self.layers, self._readable, self.full_to_swa, self._faults, self.kind, self._kernel, self.allocator
+            *(self.layers, self._readable[False], self.full_to_swa, self._faults, self.kind, self._slot_ops),
+            self.allocator,
         )
 
     @classmethod
@@ -135,7 +157,7 @@ class HybridKVPool:
         swa_ratio: float | None = None,
         page_size: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
-        layout: str = "rows",
+        layout: Layout | str = "rows",
         device: dispatch.AnyDevice = None,
         swa_window: int | None = None,
         **options: Any,
@@ -149,17 +171,17 @@ class HybridKVPool:
         serve one request.
         """
         kind, target = dispatch.resolve(device)
-        specs, found = checks.pool_layers(layers), kind.facts(target)
-        storage = checks.storage_dtype(dtype, found)
-        lies = checks.pool_layout(layout, specs, storage, check_positive("page_size", page_size), found)
-        check_ratio(swa_ratio)
+        specs, found, page_size = as_layers(layers), kind.facts(target), as_int("page_size", page_size)
+        storage = storage_dtype(dtype, found)
+        lies = choose_layout(layout, specs, storage, page_size, found)
+        swa_ratio = as_ratio(swa_ratio)
         if swa_window is not None and swa_ratio is None:
             raise ValueError(f"swa_window: expected None without swa_ratio, got {swa_window}")
         if widest_window(specs, swa_window) is None:
             swa_ratio = None
         groups = plan_groups(specs, swa_ratio is not None, storage, page_size, lies)
         size, swa_size = fit_sizes(groups, budget, swa_ratio, page_size, target)
-        options |= {"page_size": page_size, "dtype": storage, "layout": lies.name, "device": device}
+        options |= {"page_size": page_size, "dtype": storage, "layout": lies, "device": device}
         return cls(layers, size=size, swa_size=swa_size, swa_window=swa_window, **options)
 
     @property
@@ -184,29 +206,38 @@ class HybridKVPool:
         A slot out of range gives -1 on the SWA side and a counted fault, in checked mode a `SlotFault`; one that
         does not fit int32 gives -1 and a fault.
         """
-        check_slots("loc", loc)
+        require_slots("loc", loc)
         require_index_dtype("index_dtype", index_dtype)
+        return self._plan(loc, index_dtype, self._checking())
+
+    def _plan(self, loc: Tensor, index_dtype: torch.dtype, checking: bool) -> KVWriteLoc:
         loc = to_device(loc, self.kind, self.device)
-        copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
-        if copy is None and not self.has_swa:
-            if self._checking():
-                checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
+        if loc.dtype is index_dtype and not self.has_swa:
+            if checking:
+                checks.check_slots("loc", checks.read_back(loc)[0], self.full_to_swa.shape[0] - 1)
             return planned(loc, None)
-        swa_loc = torch.empty_like(loc, dtype=index_dtype)
-        self._translate(loc, swa_loc, copy, None, None)
+        try:
+            copy = None if loc.dtype is index_dtype else torch.empty_like(loc, dtype=index_dtype)
+            swa_loc = torch.empty_like(loc, dtype=index_dtype)
+        except RuntimeError:
+            require_plain("loc", loc)  # of torch.func, or no memory is left
+            raise
+        self._translate(loc, swa_loc, copy, None, None, checking)
         return planned(loc if copy is None else copy, swa_loc if self.has_swa else None)
 
     def graph_write_loc(self, max_tokens: int, int32_twin: bool = False) -> GraphWriteLoc:
         """Write locations at fixed addresses for `max_tokens` tokens of a captured graph."""
-        return GraphWriteLoc(
-            self._translate, check_positive("max_tokens", max_tokens), self.kind, self.device, int32_twin
-        )
+        max_tokens = as_int("max_tokens", max_tokens)
+        return GraphWriteLoc(self._translate, max_tokens, self.kind, self.device, int32_twin)
 
     def cast_write_loc(self, write_loc: WriteLoc) -> KVWriteLoc:
         """An int32 copy of locations, for consumers that index in 32 bits; what does not fit becomes -1 and a fault."""
         require_location("write_loc", write_loc, self.device)
+        for slots in (write_loc.loc, write_loc.swa_loc):
+            if slots is not None:
+                require_plain("write_loc", slots)
         loc = torch.empty_like(write_loc.loc, dtype=torch.int32)
-        cast_loc = self._kernel("cast_loc")
+        cast_loc = self._slot_ops[tracing()]["cast_loc"]
         cast_loc(write_loc.loc, loc, self._faults)
         if write_loc.swa_loc is None:
             return planned(loc, None)
@@ -289,27 +320,26 @@ class HybridKVPool:
         Raises `MissingSwaLoc`, and in checked mode `SlotFault`, `StaleWriteLoc`, `ValueError` for a position, or
         `SlotOwnership` for a full layer's slot that is free; one that another request has by now cannot be told apart.
         """
-        layer = self._layers.get(layer_id) if type(layer_id) is int else None
+        traced = tracing()
+        layer = self._bound[traced].get(layer_id) if type(layer_id) is int else None
         if layer is None:
-            raise checks.no_layer(layer_id, self.layers)
+            layer = self._stored(layer_id, traced)
         try:
             loc: Any = write_loc.swa_loc if layer.on_swa else write_loc.loc
-            # What `tracing()` asks: the call alone would cost as much.
-            traced = is_dynamo_compiling() or modes._is_in_torch_dispatch_mode
-            checking = self._checking()
-            if checking or traced or not layer.store_checks:
-                checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device)
-            if checking:
-                checks.check_store(layer, write_loc, loc, self.allocator)
+            if not layer.store_checks:
+                self._check_rows(layer, loc, k, v)
+            slots = None
+            if self.check and not traced and not devices.is_capturing(self.device):
+                slots = checks.check_store(layer, write_loc, loc, self.allocator)
             if rope is not None:
-                return store_rotated(layer, rope, loc, k, v, self._faults, traced, self.page_size if checking else None)
-            store = layer.traced_store if traced else layer.store
-            return store(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt)
+                return store_rotated(layer, rope, loc, k, v, self._faults, slots)
+            return layer.store(
+                k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv, self._faults, layer.fmt
+            )
         except (AttributeError, TypeError, ValueError):
             # Refused: once more in full, to name this call's arguments.
             loc = checks.side_slots("write_loc", layer_id, layer, write_loc)
-            apart = rope is None and layer.fmt.dtype in layer.sources
-            checks.check_rows(("k", "v", "write_loc"), layer, loc, k, v, layer.sources, self.device, mixed=apart)
+            self._check_rows(layer, loc, k, v, mixed=rope is None and layer.fmt.dtype in layer.sources)
             if k.dtype is v.dtype:
                 raise
         # Of two dtypes, as under autocast: kernels take one, so each is converted on its own first.
@@ -317,6 +347,15 @@ class HybridKVPool:
 
         k, v = convert(k, layer.fmt, layer.k_inv), convert(v, layer.fmt, layer.v_inv)
         return self.set_kv_buffer(layer_id, write_loc, k, v)
+
+    def _check_rows(self, layer: Layer, loc: Tensor, k: Tensor, v: Tensor, mixed: bool = False) -> None:
+        """Raise for what a store cannot take, as the kernels do that look themselves."""
+        names = ("k", "v", "write_loc")
+        tails, eager = (layer.k_tail, layer.v_tail), bool(layer.spans)
+        require_rows(names, tails, loc, k, v, layer.sources, self.device, mixed, plain=eager)
+        if eager:
+            require_apart("k", k, layer.spans)
+            require_apart("v", v, layer.spans)
 
     def get_kv_buffer(self, layer_id: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The layer's K `[rows, H, D]` and V `[rows, H, Dv]` themselves, the reserved page's rows first; other layouts
@@ -327,7 +366,7 @@ class HybridKVPool:
         """
         layer = self._read(layer_id)
         if dtype is not None and dtype is not self.dtype:
-            raise TypeError(f"dtype: expected the pool's {self.dtype}, got {dtype}")
+            as_dtype("dtype", dtype, (self.dtype,), "the pool's {}")
         return layer.fmt.readable(layer.k_cache, layer.v_cache) if is_dynamo_compiling() else layer.readable
 
     def gather_kv(
@@ -345,10 +384,10 @@ class HybridKVPool:
         defaults to the storage dtype, and any other float dtype is read by value, times the scale where the pool is
         quantised. Negative slots leave their row as it is.
         """
-        layer = self._read(layer_id)
+        layer = self._read(layer_id, tracing())
         loc = checks.side_slots("locations", layer_id, layer, locations)
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in layer.sources):
-            raise TypeError(f"dtype: expected one of {sorted(map(str, layer.sources))}, got {dtype}")
+        if dtype is not None:
+            dtype = as_dtype("dtype", dtype, layer.sources)
         made = dtype or layer.fmt.read_dtype
         if k_out is None:
             k_out = torch.zeros((loc.shape[0], *layer.k_tail), dtype=made, device=self.device)
@@ -356,16 +395,20 @@ class HybridKVPool:
             made = k_out.dtype if isinstance(k_out, Tensor) and k_out.dtype in layer.sources else made
             v_out = torch.zeros((loc.shape[0], *layer.v_tail), dtype=made, device=self.device)
         dtypes = layer.sources if dtype is None else {dtype}
-        names = ("k_out", "v_out", "locations")
-        checks.check_rows(names, layer, loc, k_out, v_out, dtypes, self.device, mixed=True, batched=True)
-        checks.check_outputs(k_out, v_out)
+        names, tails = ("k_out", "v_out", "locations"), (layer.k_tail, layer.v_tail)
+        looks = bool(layer.spans) and not layer.gather_checks
+        require_rows(names, tails, loc, k_out, v_out, dtypes, self.device, mixed=True, batched=True, plain=looks)
+        if layer.spans and (looks or not (k_out.is_contiguous() and v_out.is_contiguous())):
+            require_disjoint(k_out=k_out, v_out=v_out)
+            require_apart("k_out", k_out, layer.spans)
+            require_apart("v_out", v_out, layer.spans)
         if k_out.dtype is not v_out.dtype:  # kernels write one dtype: once for each, beside what nobody reads
             self.gather_kv(layer_id, locations, k_out, torch.empty_like(v_out, dtype=k_out.dtype))
             self.gather_kv(layer_id, locations, torch.empty_like(k_out, dtype=v_out.dtype), v_out)
             return k_out, v_out
         if self._checking():
-            checks.check_range("locations", loc, layer.num_rows)
-        if k_out.dim() == 4 and (not layer.gathers_batches or ops.tracing()):
+            checks.check_slots("locations", checks.read_back(loc)[0], layer.num_rows)
+        if k_out.dim() == 4 and not layer.gathers_batches:
             # Kernels that know no batches get rows of their own where the batch's do not lie evenly.
             k_rows, v_rows = k_out.flatten(0, 1), v_out.flatten(0, 1)
             self.gather_kv(layer_id, locations, k_rows, v_rows, dtype)
@@ -373,9 +416,14 @@ class HybridKVPool:
                 if x.data_ptr() != rows.data_ptr():
                     x.copy_(rows.view(x.shape))
             return k_out, v_out
-        (layer.traced_gather if ops.tracing() else layer.gather)(
-            *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale, self._faults, layer.fmt)
-        )
+        try:
+            layer.gather(
+                *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale),
+                *(self._faults, layer.fmt),
+            )
+        except (TypeError, ValueError):
+            require_plain("locations", loc)  # by this call's name for it
+            raise
         return k_out, v_out
 
     def set_scales(self, layer_id: int, k_scale: Scale = None, v_scale: Scale = None) -> None:
@@ -385,10 +433,8 @@ class HybridKVPool:
         graphs see them. Unquantised pools and FlashMLA's, whose blocks have scales of their own, check them and make no
         use of them. Raises `ValueError` unless every scale and its float32 reciprocal are finite and positive.
         """
-        layer = self._layers.get(layer_id) if type(layer_id) is int else None
-        if layer is None:
-            raise checks.no_layer(layer_id, self.layers)
-        k, v = (checks.scales(*named, layer.k_tail[0]) for named in (("k_scale", k_scale), ("v_scale", v_scale)))
+        layer = self._stored(layer_id, False)
+        k, v = (as_scales(*named, layer.k_tail[0]) for named in (("k_scale", k_scale), ("v_scale", v_scale)))
         # In one step, as a scale and its reciprocal belong together.
         layer.scales.copy_(torch.stack([x.expand(layer.k_tail[0]) for x in (k, v, 1 / k, 1 / v)]))
 
@@ -399,16 +445,19 @@ class HybridKVPool:
 
         The same slot twice in `tgt` is what the same slot twice in one store is, see `set_kv_buffer`.
         """
-        check_slots("tgt", tgt)
-        check_slots("src", src)
+        for name, slots in (("tgt", tgt), ("src", src)):
+            require_slots(name, slots)
+            require_plain(name, slots)
         if tgt.shape != src.shape:
             raise ValueError(f"src: expected {tgt.shape[0]} slots as in tgt, got {src.shape[0]}")
-        to, source = self.plan_write(tgt), self.plan_write(src)
+        tgt, src = (to_device(x, self.kind, self.device, name) for name, x in (("tgt", tgt), ("src", src)))
         if self._checking():
-            checks.check_move(to.loc, source.loc, self.allocator, self._stores_swa)
+            targets, sources = checks.read_back(tgt, src)
+            checks.check_move(targets, sources, self.allocator, self._stores_swa)
+        to, source = (self._plan(slots, torch.int64, False) for slots in (tgt, src))
         for group in self.groups:
             write, read = (to.swa_loc, source.swa_loc) if group.side == "swa" else (to.loc, source.loc)
-            group.kernel("move_kv", group.raw)(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
+            group.kernel("move_kv")(group.k_caches, group.v_caches, write, read, self._faults, group.raw)
 
     def copy_to_host(self, slots: Tensor) -> HostCopy:
         """Copy a sequence's full slots, and their SWA peers where they are live, to the host. Waits for the device.
@@ -416,10 +465,12 @@ class HybridKVPool:
         Raises `SlotOwnership` for a slot that is not handed out, and `ValueError` for slots whose copy could not be
         loaded again: a token without SWA bytes follows live ones in a page, counted from the first slot.
         """
-        self.allocator.require_owned(slots)
-        live = self.allocator.is_live(slots)
+        require_slots("slots", slots)
+        values = as_ints("slots", slots)
+        self.allocator.require_owned(values)
+        live = self.allocator.is_live(values)
         transfer.check_pages("slots", live, self.page_size)
-        return transfer.copy_to_host(self.groups, self.plan_write(slots), live, self._faults)
+        return transfer.copy_to_host(self.groups, self._plan(slots, torch.int64, False), live, self._faults)
 
     def load_from_host(self, copy: HostCopy, slots: Tensor | None = None) -> Tensor:
         """Allocate slots for a host copy and fill them; tokens whose SWA side was gone stay without one.
@@ -432,14 +483,13 @@ class HybridKVPool:
         transfer.check_copy(self.groups, copy, slots)
 
         def load() -> Tensor:
-            if slots is None:
-                to = transfer.take_slots(copy, self.allocator)
-            else:
-                checks.check_load(slots, copy.live if self._stores_swa else None, self.allocator)
-                to = slots
-            transfer.load_from_host(self.groups, copy, self.plan_write(to), self._faults)
+            to = transfer.take_slots(copy, self.allocator) if slots is None else slots
+            values = as_ints("slots", to)
+            if slots is not None:
+                checks.check_load(values, copy.live if self._stores_swa else None, self.allocator)
+            transfer.load_from_host(self.groups, copy, self._plan(to, torch.int64, False), self._faults)
             if slots is None or self._stores_swa:
-                self.allocator.mark_written(as_ints("slots", to)[copy.live])
+                self.allocator.mark_written(values[copy.live])
             return to
 
         return self.allocator.atomically(load)
@@ -461,17 +511,30 @@ class HybridKVPool:
         self.allocator.check_integrity()
         checks.check_storage(self.groups, self.full_to_swa, self.allocator.mapping)
 
-    def _translate(self, loc: Tensor, swa: Tensor, copy: Out, swa_twin: Out, loc_twin: Out) -> None:
-        if self._checking():
-            checks.check_range("loc", loc, self.full_to_swa.shape[0] - 1)
-        self._kernel("translate_loc")(self.full_to_swa, loc, swa, copy, swa_twin, loc_twin, self._faults)
+    def _translate(
+        self, loc: Tensor, swa: Tensor, copy: Out, swa_twin: Out, loc_twin: Out, checking: bool | None = None
+    ) -> None:
+        if not self._slot_checks:
+            require_plain("loc", loc)
+        if self._checking() if checking is None else checking:
+            checks.check_slots("loc", checks.read_back(loc)[0], self.full_to_swa.shape[0] - 1)
+        translate_loc = self._slot_ops[tracing()]["translate_loc"]
+        translate_loc(self.full_to_swa, loc, swa, copy, swa_twin, loc_twin, self._faults)
 
-    def _read(self, layer_id: int) -> Layer:
-        layer = self._readable.get(layer_id) if type(layer_id) is int else None
+    def _stored(self, layer_id: int, traced: bool) -> Layer:
+        """A layer that stores its KV."""
+        at = as_layer(layer_id, len(self.layers))
+        layer = self._bound[traced].get(at)
         if layer is None:
-            raise checks.no_layer(layer_id, self.layers)
+            reads = f"got {at}, which reads layer {self.layers[at].alias_of}'s"
+            raise ValueError(f"layer_id: expected a layer that stores its KV, {reads}")
         return layer
+
+    def _read(self, layer_id: int, traced: bool = False) -> Layer:
+        """A layer, or the one whose KV it reads."""
+        layer = self._readable[traced].get(layer_id) if type(layer_id) is int else None
+        return self._readable[traced][as_layer(layer_id, len(self.layers))] if layer is None else layer
 
     def _checking(self) -> bool:
         """Checked mode reads slots back, which nothing can do while a graph is captured or traced."""
-        return self.check and not ops.tracing() and not devices.is_capturing(self.device)
+        return self.check and not tracing() and not devices.is_capturing(self.device)

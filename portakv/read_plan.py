@@ -14,12 +14,22 @@ from torch.compiler import is_dynamo_compiling
 from portakv import device as devices
 from portakv import dispatch
 from portakv.allocator import HybridSlotAllocator
-from portakv.arguments import require_plain, shown
-from portakv.arrays import Bools, Ints, as_int, require
-from portakv.consumers import MOST, PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, last_offset, read_style
+from portakv.arguments import (
+    Bools,
+    Ints,
+    as_int,
+    as_layer,
+    last_offset,
+    require,
+    require_bool,
+    require_plain,
+    require_slots,
+    tracing,
+)
+from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, read_style
 from portakv.errors import SlotFault, SlotOwnership
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
-from portakv.groups import Layer
+from portakv.groups import Kernels, Layer
 from portakv.layers import LayerSpec
 
 Tensor = torch.Tensor
@@ -74,10 +84,10 @@ class ReadPlan:
 
     def for_layer(self, layer_id: int) -> ReadIndices:
         """The structure that a layer reads; one that aliases another has its own window. Raises `ValueError`."""
-        at = self._planner.at.get(layer_id) if type(layer_id) is int else None
-        if at is None:
-            raise ValueError(f"layer_id: expected 0 to {len(self._planner.at) - 1}, got {shown(layer_id)}")
-        return self.structures[at]
+        at = self._planner.at
+        return self.structures[
+            at[layer_id if type(layer_id) is int and layer_id in at else as_layer(layer_id, len(at))]
+        ]
 
 
 class ReadPlanner:
@@ -90,7 +100,7 @@ class ReadPlanner:
         mapping: Tensor,
         faults: Tensor,
         kind: devices.Device,
-        kernel: Callable[[str], Callable[..., None]],
+        kernels: tuple[Kernels, Kernels],
         allocator: HybridSlotAllocator,
     ) -> None:
         self._allocator, self._kind = allocator, kind
@@ -99,7 +109,7 @@ class ReadPlanner:
         self.at = {i: self.keys.index(key) for i, key in enumerate(keys)}
         self._caches = tuple(cache for layer in stored.values() for cache in layer.readable)
         self._reach, self._page_size = max(map(last_offset, self._caches)), stored[0].fmt.page_size
-        self._mapping, self._faults, self._device, self._kernel = mapping, faults, faults.device, kernel
+        self._mapping, self._faults, self._device, self._kernels = mapping, faults, faults.device, kernels
         self._num_slots = mapping.shape[0] - 1
         self._measure: _Measure = dispatch.load("measure_read", dispatch.select_host()["measure_read"])
         # `torch.empty` takes twice as long to read its arguments.
@@ -118,8 +128,7 @@ class ReadPlanner:
         check: bool,
     ) -> ReadPlan:
         """The body of `pool.plan_read`; `columns` are the lengths by name, in the order of the op's arguments."""
-        if not isinstance(prefix_only, bool):
-            raise TypeError(f"prefix_only: expected True or False, got {prefix_only!r}")
+        require_bool("prefix_only", prefix_only)
         if out is not None and not isinstance(out, ReadPlan):
             raise TypeError(f"out: expected a ReadPlan, got {type(out).__name__}")
         if out is not None and out._planner is not self:
@@ -129,20 +138,23 @@ class ReadPlanner:
             self._check_style(style)
         elif style is not out.style and style != out.style:
             raise ValueError(f"out: expected a plan of {style}, got one of {out.style}")
-        table = _ints("req_to_token", table)
+        require_slots("req_to_token", table, None)
         if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
             got = f"shape {tuple(table.shape)} with strides {table.stride()}"
             raise ValueError(f"req_to_token: expected [requests, positions] with a dense last axis, got {got}")
         if table.device != self._device:
             raise ValueError(f"req_to_token: expected a tensor on {self._device}, got {table.device}")
-        max_len = table.shape[1] if max_len is None else min(as_int("max_len", max_len, 0), table.shape[1])
+        max_len = table.shape[1] if max_len is None else min(as_int("max_len", max_len, 0, None), table.shape[1])
+        for name in ("extra_lens", "query_lens"):
+            if (given := columns[name]) is not None and not isinstance(given, Tensor):
+                columns[name] = as_int(name, given, -(2**63))
         if columns["query_lens"] is None:
             columns["query_lens"] = columns["extra_lens"]
         if max_query_len is None:
             given = columns["query_lens"]
             max_query_len = 1 if given is None else max(given, 0) if isinstance(given, int) else max_len
         else:
-            max_query_len = as_int("max_query_len", max_query_len, 0)
+            max_query_len = as_int("max_query_len", max_query_len, 0, None)
         bounds = (max_len, min(max_query_len, max_len), style.column_multiple, formats)
         on_device: Sequence[Lengths] = tuple(columns.values())
         measured, known = None, None
@@ -165,11 +177,15 @@ class ReadPlanner:
                 if read.indptr is not None:
                     read.indptr.zero_()
             return plan
-        build_read, faults, num_slots = self._kernel("build_read"), self._faults, self._num_slots
-        for read, fmt in zip(plan.structures, formats, strict=True):
-            mapping = self._mapping if read.side == "swa" else None
-            results = (read.indices, read.indptr, read.lens, read.starts)
-            build_read(mapping, table, *on_device, *results, faults, num_slots, fmt)
+        build_read, faults, num_slots = self._kernels[tracing()]["build_read"], self._faults, self._num_slots
+        try:
+            for read, fmt in zip(plan.structures, formats, strict=True):
+                mapping = self._mapping if read.side == "swa" else None
+                results = (read.indices, read.indptr, read.lens, read.starts)
+                build_read(mapping, table, *on_device, *results, faults, num_slots, fmt)
+        except (TypeError, ValueError):
+            require_plain("req_to_token", table)  # by this call's name for it
+            raise
         return plan
 
     @torch.inference_mode(False)  # as the pool's own tensors: filled in any mode
@@ -178,7 +194,7 @@ class ReadPlanner:
         style, formats = self._choose(choice, prefix_only=False)
         self._check_style(style)
         given = {"max_reqs": max_reqs, "max_len": max_len, "max_query_len": max_query_len}
-        max_reqs, max_len, max_query_len = (as_int(name, value, 1, MOST) for name, value in given.items())
+        max_reqs, max_len, max_query_len = (as_int(name, value) for name, value in given.items())
         shapes = _bound(max_reqs, max_len, max_query_len, style.column_multiple, formats)
         plan = self._new_plan(style, formats, shapes, max_reqs, max_len, max_query_len)
         for read in plan.structures:
@@ -341,11 +357,9 @@ class ReadPlanner:
         """Returns the number of requests."""
         size = None
         for name, given in columns.items():
-            if name in ("extra_lens", "query_lens") and (given is None or type(given) is int):
-                if given is not None and not -(2**63) <= given < 2**63:
-                    raise ValueError(f"{name}: expected an int of 64 bits, got {given}")
+            if name in ("extra_lens", "query_lens") and not isinstance(given, Tensor):
                 continue
-            x = _ints(name, given)
+            x = require_slots(name, given, None)
             size = x.shape[0] if size is None and x.dim() == 1 else size
             if x.shape != (size,):
                 raise ValueError(f"{name}: expected shape [{'B' if size is None else size}], got {tuple(x.shape)}")
@@ -369,15 +383,6 @@ def _style_of(
     style = read_style(consumer, structure, index_dtype, pad)
     structures = [(style.full if window is None else style.window, window) for _, window in keys]
     return style, tuple(ReadFormat(*each, page_size, style.pad, prefix_only) for each in structures)
-
-
-def _ints(name: str, x: object) -> Tensor:
-    if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
-    if x.is_nested:  # and so without a shape
-        require_plain(name, x)
-    return x
 
 
 def _check_values(known: dict[str, Ints], complete: bool, num_rows: int, max_len: int, max_query_len: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from portakv.arguments import require_plain
+from portakv.arguments import Bools, Ints, require_bool, require_plain
 from portakv.formats import FLOAT_DTYPES, INDEX_DTYPES
 from portakv.groups import Layer
 
@@ -43,48 +43,41 @@ class Rope:
             raise ValueError(f"positions: expected a dense vector, got shape {tuple(positions.shape)}")
         if positions.dtype not in INDEX_DTYPES:
             raise TypeError(f"positions: expected int32 or int64, got {positions.dtype}")
-        if not isinstance(self.interleaved, bool):
-            raise TypeError(f"interleaved: expected a bool, got {self.interleaved!r}")
+        require_bool("interleaved", self.interleaved)
 
 
 def store_rotated(
-    layer: Layer, rope: Rope, loc: Tensor, k: Tensor, v: Tensor, faults: Tensor, traced: bool, checked_page: int | None
+    layer: Layer, rope: Rope, loc: Tensor, k: Tensor, v: Tensor, faults: Tensor, slots: Ints | None
 ) -> None:
-    """The layer's store of rotated rows. Positions are checked in pools of pages of `checked_page`."""
-    store = layer.traced_store_rope if traced else layer.store_rope
+    """The layer's store of rotated rows. Positions are checked where `slots`, those of `loc`, are known on the host."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope or None, got {type(rope).__name__}")
-    if store is None:
+    if layer.store_rope is None:
         raise ValueError(f"rope: expected None for layers laid out as {layer.fmt.layout.name!r}, got a Rope")
-    _check(rope, layer.fmt.rotated_dim, loc, k)
-    if checked_page is not None:
-        _check_positions(rope, loc, checked_page)
-    store(
-        *(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv),
-        *(rope.cos_sin_cache, rope.positions, rope.interleaved, faults, layer.fmt),
-    )
-
-
-def _check(rope: Rope, dims: int, loc: Tensor, k: Tensor) -> None:
     table, positions = rope.cos_sin_cache, rope.positions
     if k.dtype not in FLOAT_DTYPES:
         raise TypeError(f"k: expected float32, float16 or bfloat16 to rotate, got {k.dtype}")
     if table.dtype is not k.dtype and table.dtype is not torch.float32:
         raise TypeError(f"rope.cos_sin_cache: expected torch.float32 or {k.dtype} as k, got {table.dtype}")
-    if table.shape[1] > dims:
-        raise ValueError(f"rope.cos_sin_cache: expected at most {dims} dims, got {table.shape[1]}")
+    if table.shape[1] > layer.rotated_dim:
+        raise ValueError(f"rope.cos_sin_cache: expected at most {layer.rotated_dim} dims, got {table.shape[1]}")
     if positions.shape[0] != loc.shape[0]:
         raise ValueError(f"rope.positions: expected {loc.shape[0]}, one per token, got {positions.shape[0]}")
-    for name, x in (("cos_sin_cache", table), ("positions", positions)):
-        if x.device != loc.device:
-            raise ValueError(f"rope.{name}: expected a tensor on {loc.device}, got {x.device}")
+    if not table.device == positions.device == loc.device:
+        name, x = ("cos_sin_cache", table) if table.device != loc.device else ("positions", positions)
+        raise ValueError(f"rope.{name}: expected a tensor on {loc.device}, got {x.device}")
+    if slots is not None:
+        _check_positions(rope, slots >= layer.fmt.page_size)
+    layer.store_rope(
+        *(k, v, layer.k_cache, layer.v_cache, loc, layer.k_inv, layer.v_inv),
+        *(table, positions, rope.interleaved, faults, layer.fmt),
+    )
 
 
-def _check_positions(rope: Rope, loc: Tensor, page_size: int) -> None:
-    """Waits for the device."""
-    known = (rope.positions >= 0) & (rope.positions < rope.cos_sin_cache.shape[0])
-    lost = (~known & (loc >= page_size)).cpu()
+def _check_positions(rope: Rope, stored: Bools) -> None:
+    """Raise `ValueError` for a position without an angle of a token that is `stored`. Waits for the device."""
+    positions, most = rope.positions.cpu().numpy(), rope.cos_sin_cache.shape[0] - 1
+    lost = ((positions < 0) | (positions > most)) & stored
     if lost.any():
-        at = int(lost.int().argmax())
-        most, got = rope.cos_sin_cache.shape[0], int(rope.positions[at])
-        raise ValueError(f"rope.positions[{at}]: expected 0 to {most - 1}, got {got}")
+        at = int(lost.argmax())
+        raise ValueError(f"rope.positions[{at}]: expected 0 to {most}, got {positions[at]}")

@@ -12,10 +12,10 @@ import torch
 
 from portakv import device as devices
 from portakv.allocator import HybridSlotAllocator
-from portakv.arguments import require_plain, shown
+from portakv.arguments import require_plain, require_slots, shown
 from portakv.formats import FP8_DIALECTS, Layout
 from portakv.groups import LayerGroup
-from portakv.write_loc import KVWriteLoc, check_slots
+from portakv.write_loc import KVWriteLoc
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def copy_to_host(
             torch.empty((len(group.layers), len(loc), raw.num_kv_heads, dim), dtype=raw.dtype, device="cpu")
             for dim in (raw.head_dim, raw.v_head_dim)
         )
-        gather = group.kernel("gather_kv", raw)
+        gather = group.kernel("gather_kv")
         # A layer at a time: requests leave when the device's memory is short.
         apart = not devices.shares_host_memory(device)
         staged = [torch.empty_like(x[0], device=device) for x in (keys, values)] if apart else None
@@ -128,7 +128,7 @@ def load_from_host(groups: Sequence[LayerGroup], copy: HostCopy, locations: KVWr
     """Store a copy's bytes at `locations`, the new slots of its tokens."""
     for group, keys, values in zip(groups, copy.keys, copy.values, strict=True):
         loc = _side(group, locations, copy.live)
-        store = group.kernel("store_kv", group.raw)
+        store = group.kernel("store_kv")
         for i in range(len(group.layers)):
             k, v = (x[i].to(group.k_caches.device) for x in (keys, values))
             k_inv, v_inv = group.scales[2:, i]
@@ -153,7 +153,7 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
     if copy.tags != _tags(groups):
         raise ValueError(f"copy: expected layer groups {_tags(groups)}, got {copy.tags}")
     if not isinstance(copy.live, np.ndarray) or copy.live.dtype != np.bool_ or copy.live.ndim != 1:
-        raise ValueError(f"copy.live: expected a vector of bools, got {copy.live!r}")
+        raise ValueError(f"copy.live: expected a vector of bools, got {shown(copy.live)}")
     rows = {"full": copy.live.size, "swa": int(copy.live.sum())}
     raws = [(group.raw, (len(group.layers), rows[group.side], group.raw.num_kv_heads)) for group in groups]
     keys = [(raw.dtype, (*shape, raw.head_dim)) for raw, shape in raws]
@@ -177,7 +177,7 @@ def check_copy(groups: Sequence[LayerGroup], copy: HostCopy, slots: torch.Tensor
             raise ValueError(f"copy.scales: expected those {at}, {mine.tolist()}, got {theirs.tolist()}")
     if slots is None:
         return
-    check_slots("slots", slots)
+    require_slots("slots", slots)
     if len(slots) != len(copy.live):
         raise ValueError(f"slots: expected {len(copy.live)}, one per token of the copy, got {len(slots)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,8 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from portakv import device as devices
-from portakv.arguments import require_bool, require_index_dtype, require_plain, shown
-from portakv.arrays import as_int
+from portakv.arguments import MOST, as_int, require_bool, require_index_dtype, require_plain, require_slots, shown
 from portakv.formats import INDEX_DTYPES
 
 if TYPE_CHECKING:
@@ -37,10 +35,10 @@ class KVWriteLoc:
     swa_loc: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_slots("loc", self.loc)
+        require_slots("loc", self.loc)
         if self.swa_loc is None:
             return
-        check_slots("swa_loc", self.swa_loc)
+        require_slots("swa_loc", self.swa_loc)
         if self.swa_loc.device != self.loc.device:
             raise ValueError(f"swa_loc: expected a tensor on {self.loc.device}, got {self.swa_loc.device}")
         n, n_swa = self.loc.shape[0], self.swa_loc.shape[0]
@@ -54,10 +52,10 @@ class KVWriteLoc:
 
     def __getitem__(self, tokens: slice) -> KVWriteLoc:
         if not isinstance(tokens, slice):
-            raise TypeError(f"tokens: expected a slice, got {tokens!r}")
+            raise TypeError(f"tokens: expected a slice, got {shown(tokens)}")
         for bound in (tokens.start, tokens.stop, tokens.step):
-            if bound is not None and not isinstance(bound, (int, torch.SymInt)):
-                as_int("tokens", bound, -sys.maxsize)
+            if bound is not None and not isinstance(bound, torch.SymInt):
+                as_int("tokens", bound, -MOST)
         if tokens.step is not None and tokens.step < 1:
             raise ValueError(f"tokens: expected a step of at least 1, got {tokens.step}")
         return KVWriteLoc(self.loc[tokens], None if self.swa_loc is None else self.swa_loc[tokens])
@@ -118,7 +116,7 @@ class GraphWriteLoc:
         length. Raises `ValueError` for more tokens than it holds, and in checked mode `SlotFault` for a slot out
         of range; nothing is written then.
         """
-        check_slots("loc", loc)
+        require_slots("loc", loc)
         if loc.shape[0] > len(self):
             raise ValueError(f"loc: expected at most {len(self)} slots, got {loc.shape[0]}")
         loc_twin, swa_twin = (None, None) if self.int32 is None else (self.int32.loc, self.int32.swa_loc)
@@ -157,7 +155,7 @@ def resolve_write_loc(
     if plan is not None:
         require_location("plan", plan, pool.device)
     if loc is not None:
-        check_slots("loc", loc)
+        require_slots("loc", loc)
     if loc is None or loc.shape[0] == 0:
         empty = torch.empty(0, dtype=index_dtype, device=pool.device)
         return planned(empty, empty if pool.has_swa else None)
@@ -181,23 +179,14 @@ def require_location(name: str, locations: WriteLoc, device: torch.device | None
         raise ValueError(f"{name}: expected slots on {device}, got {locations.loc.device}")
 
 
-def check_slots(name: str, slots: torch.Tensor) -> None:
-    """Raise unless `slots` is a 1-D int32 or int64 tensor."""
-    if not isinstance(slots, torch.Tensor) or slots.dtype not in INDEX_DTYPES:
-        got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
-        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {got}")
-    if slots.dim() != 1:
-        require_plain(name, slots)
-        raise ValueError(f"{name}: expected 1-D slots, got shape {tuple(slots.shape)}")
-
-
-def to_device(loc: torch.Tensor, kind: devices.Device, device: torch.device) -> torch.Tensor:
+def to_device(loc: torch.Tensor, kind: devices.Device, device: torch.device, name: str = "loc") -> torch.Tensor:
     """Slots of the host or of `device`, one of `kind`, on `device`."""
     if loc.device == device:
         return loc
+    require_plain(name, loc)  # what copies it would read past its end
     if not devices.shares_host_memory(loc.device):
-        raise ValueError(f"loc: expected a tensor on the host or on {device}, got {loc.device}")
+        raise ValueError(f"{name}: expected a tensor on the host or on {device}, got {loc.device}")
     if devices.is_capturing(device):
         # A replay would read the host's buffer again, whatever it holds by then.
-        raise ValueError(f"loc: expected slots on {device} while a graph is captured, got {loc.device}")
+        raise ValueError(f"{name}: expected slots on {device} while a graph is captured, got {loc.device}")
     return kind.upload(loc, device)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from portakv.allocator import HybridSlotAllocator
-from portakv.arrays import entries
+from portakv.allocator import HybridSlotAllocator, entries
 from portakv.errors import IntegrityError, OutOfSlots, PortaKVError, SlotOwnership
 
 PAGE_SIZES = [1, 2, 16, 64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portakv import (
     DeviceUnavailable,
@@ -34,7 +36,8 @@ from portakv import (
     warmup,
 )
 from portakv import device as devices
-from portakv.formats import SLOT_OPS, KVFormat
+from portakv.formats import SLOT_OPS, KVFormat, Layout
+from portakv.parallel import zigzag_split
 from portakv.transfer import HostCopy
 
 PAGE, SIZE, SWA = 4, 32, 24
@@ -82,6 +85,20 @@ def without_memory(x: torch.Tensor) -> torch.Tensor:
     freed = x.clone()
     freed.untyped_storage().resize_(0)
     return freed
+
+
+def shrunk(x: torch.Tensor) -> torch.Tensor:
+    """As a tensor is whose storage lost its last byte."""
+    x = x.clone()
+    x.untyped_storage().resize_(x.nbytes - 1)
+    return x
+
+
+def in_vmap(x: torch.Tensor) -> torch.Tensor:
+    """As torch.func.vmap hands out, and leaves behind where a function keeps it."""
+    kept = []
+    torch.func.vmap(lambda row: kept.append(row) or row.sum())(torch.stack((x, x)))
+    return kept[0]
 
 
 def rows_here() -> list[str]:
@@ -291,7 +308,8 @@ STORES: list[Bad] = [
     ),
 ]
 
-LAYER_IDS: list[Any] = [-1, 3, 10**9, "1", 1.5, None, True, (1,), [1], torch.tensor(1)]
+LAYER_IDS: list[Any] = [-1, 3, 10**9, "1", 1.5, None, True, (1,), [1], torch.tensor(True), torch.tensor([1])]
+LAYER_IDS += [np.int64(3), np.float32(1)]
 NO_BOOLS: list[Any] = [None, 1, 0.0, "no", np.bool_(True), np.ones(2), torch.ones(2), torch.tensor(True)]
 NO_DTYPES: list[Any] = ["int32", 4, [torch.int32], np.int32, np.ones(2), np.zeros(2, [("a", int)]), torch.ones(2)]
 NO_INTS: list[Any] = [None, True, 1.0, "1", [1], np.ones(2, int), np.array(1.0), np.array([1]), np.bool_(True)]
@@ -389,19 +407,19 @@ LOCATIONS: list[Bad] = [
         "0 captured tokens",
         lambda w: w.pool.graph_write_loc(0),
         ValueError,
-        "max_tokens: expected a positive int, got 0",
+        "max_tokens: expected at least 1, got 0",
     ),
     (
         "-1 captured tokens",
         lambda w: w.pool.graph_write_loc(-1),
         ValueError,
-        "max_tokens: expected a positive int, got -1",
+        "max_tokens: expected at least 1, got -1",
     ),
     (
         "True captured tokens",
         lambda w: w.pool.graph_write_loc(True),
         TypeError,
-        "max_tokens: expected a positive int, got True",
+        "max_tokens: expected an int, got bool",
     ),
     (
         "locations of floats",
@@ -604,6 +622,7 @@ READS: list[Bad] = [
             ("an array", lambda x: x.view(torch.uint8).numpy()),
             ("a tensor on meta", lambda x: x.to("meta")),
             ("a tensor without memory", without_memory),
+            ("a shrunk tensor", shrunk),
             ("a functional tensor", torch._to_functional_tensor),
         )
     ),
@@ -1029,7 +1048,7 @@ READ_PLANS: list[Bad] = [
     ("index_dtype", lambda w: w.read(index_dtype=torch.int16), TypeError, "index_dtype: expected torch.int32 or"),
     ("pad", lambda w: w.read(pad=1), ValueError, "pad: expected 0 or -1, got 1"),
     ("pad of bool", lambda w: w.read(pad=False), ValueError, "pad: expected 0 or -1, got False"),
-    ("pads", lambda w: w.read(pad=w.slots(0, -1)), ValueError, "pad: expected 0 or -1, got tensor"),
+    ("pads", lambda w: w.read(pad=w.slots(0, -1)), ValueError, "pad: expected 0 or -1, got Tensor"),
     (
         "more indices than int32 counts",
         lambda w: w.pool.graph_read_plan(2**27, 16, consumer="flashinfer"),
@@ -1099,7 +1118,7 @@ READ_PLANS: list[Bad] = [
         ValueError,
         f"column_multiple: expected at most {2**63 - 1}, got {2**63}",
     ),
-    ("structures", lambda w: w.read(structure=np.ones(2)), ValueError, "structure: expected one of .*, got array"),
+    ("structures", lambda w: w.read(structure=np.ones(2)), ValueError, "structure: expected one of .*, got ndarray"),
     ("layer", lambda w: w.reads.for_layer(3), ValueError, "layer_id: expected 0 to 2, got 3"),
     ("layer of bool", lambda w: w.reads.for_layer(True), ValueError, "layer_id: expected 0 to 2, got True"),
 ]
@@ -1231,7 +1250,10 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "functional": torch._to_functional_tensor,
     "never written": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "without memory": without_memory,
+    "shrunk": shrunk,
+    "in vmap": in_vmap,
     "negated": torch._neg_view,
+    "imaginary": lambda x: torch.complex(x, x).conj().imag if x.is_floating_point() else torch._neg_view(x),
 }
 """Tensors whose numbers do not stand in memory as shape and strides say."""
 
@@ -1256,6 +1278,20 @@ TENSORS: dict[str, Callable[[World, Any], Any]] = {
     "query_lens": lambda w, odd: w.read(query=odd(w.slots(2, 1)), out=w.reads),
     "slots": lambda w, odd: w.pool.load_from_host(copied(w), slots=odd(w.held[4:8])),
     "k_scale": lambda w, odd: w.pool.set_scales(0, odd(torch.ones(H)), 3.0),
+    "extra_lens": lambda w, odd: w.read(seq=(9, 9), extra_lens=odd(w.slots(2, 1))),
+    "slots of a host copy": lambda w, odd: w.pool.copy_to_host(odd(w.held[4:8])),
+    "freed slots": lambda w, odd: w.pool.allocator.free(odd(w.held)),
+    "one freed slot": lambda w, odd: w.pool.allocator.free(odd(w.held[:1])),
+    "rewound slots": lambda w, odd: w.pool.allocator.rewind(odd(w.held[-2:])),
+    "SWA slots": lambda w, odd: w.pool.allocator.free_swa(odd(w.held[4:])),
+    "restored slots": lambda w, odd: w.pool.allocator.restore_swa(odd(w.held[:4])),
+    "written slots": lambda w, odd: w.pool.allocator.mark_written(odd(w.held[:4])),
+    "starts": lambda w, odd: w.pool.allocator.free_segments(odd(w.held[:1]), [4]),
+    "last_loc": lambda w, odd: w.pool.allocator.alloc_decode([17], odd(w.held[-1:])),
+    "table": lambda w, odd: w.pool.allocator.evict_swa(odd(w.held[None]), [0], [0], [16]),
+    "owned": lambda w, odd: w.pool.allocator.is_owned(odd(w.held)),
+    "prefix": lambda w, odd: w.pool.allocator.reusable_prefix(odd(w.held)),
+    "x": lambda w, odd: zigzag_split(odd(w.k), 0, 2),
 }
 
 
@@ -1265,15 +1301,138 @@ TENSORS: dict[str, Callable[[World, Any], Any]] = {
 def test_tensors_without_numbers_of_their_own(name, row, check):
     """Of all that a CPU's kernels read, so that none is read past or half written from."""
     for what, odd in ODD.items():
-        if what == "negated" and row != "reference":
-            continue  # the C++ kernels read what stands in memory
+        if (name, what) == ("x", "meta"):
+            continue  # its rows are those of a batch on meta
         world = make_world(torch.device("cpu"), dict.fromkeys(OPS, row), check)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nested tensors are a prototype
-            assert_refused(world, lambda w, odd=odd: TENSORS[name](w, odd), (TypeError, ValueError), "expected .*, got")
+            words = r"^[\w.\[\]]+: expected [^\n]*, got [^\n]*$"
+            assert_refused(world, lambda w, odd=odd: TENSORS[name](w, odd), (TypeError, ValueError), words)
 
 
-@table(STORES + READS + READ_PLANS + CHECKED)
+ALIASES: list[Bad] = [
+    (
+        f"{name} that is the cache of {side}",
+        lambda w, call=call, at=at: call(w, w.pool.get_kv_buffer(0)[at][4:8, :, : D if at == 0 else DV]),
+        ValueError,
+        f"{name}: expected memory apart from the cache, got a part of it",
+    )
+    for side, at in (("K", 0), ("V", 1))
+    for name, call in (
+        ("k" if at == 0 else "v", lambda w, x: w.store(0, **{"k" if x.shape[2] == D else "v": x, **_others(w, x)})),
+        ("k_out" if at == 0 else "v_out", lambda w, x: w.pool.gather_kv(0, w.write_loc, **_outputs(w, x))),
+    )
+] + [
+    (
+        "outputs that are one memory",
+        lambda w: w.pool.gather_kv(0, w.write_loc, *_inside(w, 0)),
+        ValueError,
+        "v_out: expected memory apart from k_out, got a part of it",
+    ),
+    (
+        "heads that are one memory",
+        lambda w: w.pool.gather_kv(0, w.write_loc, w.k[:, :1].expand(T, H, D), w.v),
+        ValueError,
+        "k_out: expected rows with memory of their own, got strides",
+    ),
+    (
+        "rows that overlap",
+        lambda w: w.pool.gather_kv(0, w.write_loc, w.k, w.v.as_strided((T, H, DV), (8, DV, 1))),
+        ValueError,
+        "v_out: expected rows with memory of their own, got strides",
+    ),
+]
+
+
+def _others(w: World, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The other of k and v, of the dtype of `x`."""
+    return {"v": w.v.to(x.dtype)} if x.shape[2] == D else {"k": w.k.to(x.dtype)}
+
+
+def _outputs(w: World, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"{name}_out": other for name, other in _others(w, x).items()} | {
+        f"{'k' if x.shape[2] == D else 'v'}_out": x
+    }
+
+
+def _inside(w: World, apart: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V rows in one buffer, V `apart` elements behind the start of K."""
+    buffer = torch.zeros(T * H * (D + DV) + apart, device=w.pool.device)
+    return buffer[: T * H * D].view(T, H, D), buffer[apart : apart + T * H * DV].view(T, H, DV)
+
+
+@table(ALIASES)
+def test_memory_that_is_not_apart(world, call, error, fragment):
+    assert_refused(world, call, error, fragment)
+
+
+def test_outputs_may_lie_between_each_other(world):
+    """As the latent and the rope part of MLA rows do."""
+    rows = torch.zeros(T, H, D + DV, device=world.pool.device)
+    world.pool.gather_kv(1, world.write_loc, rows[..., :D], rows[..., D:])
+    want = world.pool.gather_kv(1, world.write_loc, dtype=torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip((rows[..., :D], rows[..., D:]), want, strict=True))
+
+
+@pytest.mark.parametrize("make", [np.int64, np.uint8, np.array, torch.tensor], ids=lambda make: make.__name__)
+def test_an_integer_is_whatever_has_an_index(make):
+    pool = HybridKVPool(
+        [LayerSpec(None, make(2), make(16)), LayerSpec(make(8), 2, 16)],
+        size=make(32),
+        swa_size=make(24),
+        page_size=make(4),
+        swa_window=make(8),
+        layout=Layout.ROWS,
+        dtype="bfloat16",
+        device="cpu",
+    )
+    assert (pool.size, pool.swa_size, pool.page_size, pool.window) == (32, 24, 4, 8)
+    assert pool.layers[1] == LayerSpec(8, 2, 16)
+    assert all(type(x) is int for x in (pool.size, pool.swa_size, pool.page_size, pool.layers[1].window))
+    loc = pool.allocator.alloc(make(4))
+    assert len(pool.graph_write_loc(make(3))) == 3
+    rows = torch.ones(4, 2, 16)
+    pool.set_kv_buffer(make(0), pool.plan_write(loc), rows, rows)
+    assert pool.gather_kv(make(0), pool.plan_write(loc))[0].eq(1).all()
+    assert pool.get_kv_buffer(make(0))[0] is pool.get_kv_buffer(0)[0]
+    pool.set_scales(make(1), 2.0)
+    plan = pool.plan_read(loc[None], torch.tensor([0]), torch.tensor([4]), 2, max_len=make(4), pad=make(0))
+    assert plan.for_layer(make(1)).window == 8
+    if make is not np.uint8:
+        assert HybridKVPool.fit([LayerSpec(None, 2, 16)], make(1 << 14), device="cpu").size > 1
+
+
+class Watching(TorchDispatchMode):
+    """As what counts FLOPs: it looks on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Watching, FakeTensorMode])
+def test_a_mode_of_one_thread_is_not_that_of_another(checked, mode):
+    entered, done = threading.Event(), threading.Event()
+
+    def hold():
+        with mode():
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        assert_refused(
+            checked, lambda w: w.store(0, w.at(*w.freed.tolist())), SlotOwnership, "expected a handed-out slot"
+        )
+        faked = FakeTensorMode().from_tensor(checked.k)
+        assert_refused(checked, lambda w: w.store(k=faked), TypeError, "k: expected a plain t")
+    finally:
+        done.set()
+        thread.join()
+
+
+@table(STORES + READS + READ_PLANS + CHECKED + ALIASES)
 def test_checked_mode(checked, call, error, fragment):
     assert_refused(checked, call, error, fragment)
 
@@ -1429,7 +1588,7 @@ def test_construction(options, error, fragment):
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"], ids=repr)
 def test_layer_specs(name, value):
     sizes = {"window": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16} | {name: value}
-    with pytest.raises((ValueError, TypeError), match=f"{name}: expected a positive int, got {value!r}"):
+    with pytest.raises((ValueError, TypeError), match=f"{name}: expected (an int|at least 1), got"):
         LayerSpec(**sizes)
 
 
@@ -1442,7 +1601,7 @@ def test_sizes_that_no_kernel_takes(value):
         lambda: HybridKVPool(LAYERS, size=value, device="cpu"),
         lambda: HybridKVPool.fit(LAYERS, value, device="cpu"),
     ):
-        with pytest.raises(ValueError, match=f": expected less than 2\\*\\*63, got {value}"):
+        with pytest.raises(ValueError, match=f": expected at most {2**63 - 1}, got {value}"):
             make()
     pool = HybridKVPool([LayerSpec(2**63 - 1, H, D), LayerSpec(None, H, D)], size=SIZE, device="cpu")
     table = pool.allocator.alloc(12)[None]

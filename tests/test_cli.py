@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,47 @@ def test_info_table_names_ops_and_reasons(invoke: Invoke) -> None:
 def test_info_explains_a_request_that_nothing_serves(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTAKV_KERNELS", "store_kv=warp")
     assert "'warp'" in one_line_error(invoke("info"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "words"),
+    [
+        (
+            {"PORTAKV_DEVICE": "gpu"},
+            ["info"],
+            "PORTAKV_DEVICE: expected one of ['cuda', 'hip', 'xpu', 'cpu'], got 'gpu'",
+        ),
+        ({"PORTAKV_DEVICE": ""}, ["check", "--json"], "PORTAKV_DEVICE: expected one of"),
+        (
+            {"PORTAKV_KERNELS": "store_kv=native, store_kv=reference"},
+            ["info"],
+            "PORTAKV_KERNELS: expected each op once",
+        ),
+        ({"PORTAKV_KERNELS": "store_kv=warp"}, ["info"], "kernels: expected a row of store_kv among"),
+        ({"PORTAKV_KERNELS": "store_kv=triton"}, ["info"], "no kernel for store_kv on cpu"),
+        (
+            {},
+            ["run", "--new-tokens", "99999999999999999999"],
+            "--new-tokens: expected at most 9223372036854775807, got",
+        ),
+        ({}, ["run", "--new-tokens", "2"], "--new-tokens: expected at least 3, got 2"),
+        ({}, ["run", "--new-tokens", "99999999999999"], "cpu: asked for"),
+        ({}, ["run", "--device", "meta"], "meta: expected a device with memory, got none"),
+        ({}, ["check", "--device", "meta"], "meta: expected a device with memory, got none"),
+        ({}, ["check", "--device", "xla"], "xla: expected a device with memory, got none"),
+        ({}, ["check", "--device", "warp"], "device: expected a torch device or a DeviceKind, got 'warp'"),
+        ({}, ["check", "--device", "cpu", "--target", "sm_90"], "expected --device or --target, got both"),
+        ({}, ["compile", "--model", ".", "--page-size", "99999999999999999999"], ""),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(environment: dict[str, str], arguments: list[str], words: str) -> None:
+    """In a process of its own, whose import reads the environment."""
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "portakv", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"portakv: {words}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_run_compares_the_three_models(invoke: Invoke) -> None:

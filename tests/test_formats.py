@@ -311,7 +311,7 @@ def test_a_budget_counts_the_bytes_of_mla_rows() -> None:
     [
         ({"num_kv_heads": 2}, ValueError, "num_kv_heads: expected 1 of an MLA layer, got 2"),
         ({"v_head_dim": None}, ValueError, "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
-        ({"mla": 1}, TypeError, "mla: expected a bool, got 1"),
+        ({"mla": 1}, TypeError, "mla: expected True or False, got 1"),
     ],
 )
 def test_what_is_no_mla_layer(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -335,7 +335,7 @@ def test_an_mla_layer_shares_its_rows_with_an_mla_layer_only() -> None:
         ("flashmla", [V4], ValueError, "got torch.bfloat16 instead of torch.float8_e4m3fn in layer 0"),
         ("cpu_amx", [MLA_FULL], ValueError, "layout: expected layers that 'cpu_amx' can hold, got an MLA latent in"),
         ("columns", [HEADS], ValueError, "layout: expected one of .*'rows', .*, got 'columns'"),
-        (Layout.ROWS, [HEADS], TypeError, "layout: expected one of"),
+        (torch.bfloat16, [HEADS], ValueError, "layout: expected one of"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_allocated(

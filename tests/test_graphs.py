@@ -76,7 +76,7 @@ def test_checked_mode_reads_nothing_back_in_a_capture(monkeypatch: pytest.Monkey
         step()
     module = SimpleNamespace(is_current_stream_capturing=lambda: True, device=lambda _: nullcontext())
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(checks, "host", lambda _: pytest.fail("read slots back"))
+    monkeypatch.setattr(checks, "read_back", lambda _: pytest.fail("read slots back"))
     step()
     assert pool.faults() == dict.fromkeys(pool.faults(), 0) | {"translate_loc": 2, "store_kv": 2}
 
@@ -101,7 +101,8 @@ def test_the_mapping_is_not_edited_in_a_capture(monkeypatch: pytest.MonkeyPatch)
     """A replay would edit it once more; refused, the allocator is as it was."""
     launched = []
     allocator, _ = groups.allocate_slots(
-        8, 8, 1, None, dispatch.OTHER, torch.device("meta"), lambda op: lambda *args: launched.append(op)
+        *(8, 8, 1, None, dispatch.OTHER, torch.device("meta")),
+        ({"patch_map": lambda *args: launched.append("patch_map")},) * 2,
     )
     capturing = True
     monkeypatch.setattr(devices, "is_capturing", lambda _: capturing)

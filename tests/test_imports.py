@@ -101,9 +101,10 @@ def test_kernels_import_nothing_above_them(file: Path) -> None:
 
 
 LAYERS = (
-    {"errors", "formats", "host_memory", "layers"},
-    {"device"},
-    {"arrays", "consumers"},
+    {"errors", "formats", "host_memory"},
+    {"arguments"},
+    {"device", "layers"},
+    {"consumers"},
     {"dispatch", "pages"},
     {"ops"},
     {"allocator", "write_loc", "groups", "checks"},

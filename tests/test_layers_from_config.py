@@ -3,6 +3,8 @@ store."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +122,7 @@ def test_text_config_of_a_multimodal_config() -> None:
         ),
         ({"layer_types": MIXED[:3], "sliding_window": 16}, "layer_types: expected 4 entries, got 3"),
         ({"layer_types": MIXED}, "sliding_window: expected the window of layer 0, got None"),
-        ({"layer_types": MIXED, "sliding_window": 0}, "window: expected a positive int, got 0"),
+        ({"layer_types": MIXED, "sliding_window": 0}, "window: expected at least 1, got 0"),
         ({"kv_lora_rank": 512}, "v_head_dim: expected the dim of an MLA layer's rope part, got None"),
     ],
 )
@@ -248,3 +250,22 @@ def test_decoder_of_an_encoder_decoder() -> None:
     assert layers_from_config(t5) == [LayerSpec(None, 4, 6)] * 3
     bart = transformers.BartConfig(d_model=32, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4)
     assert layers_from_config(bart) == [LayerSpec(None, 4, 8)] * 3
+
+
+ATTRIBUTES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "sliding_window"),
+    *("layer_types", "num_kv_shared_layers", "kv_lora_rank", "v_head_dim", "per_layer_config", "layers_block_type"),
+    *("multi_query", "text_config", "num_decoder_layers", "swa_head_dim", "get_text_config"),
+)
+ABSURD = (0, -1, 2**70, 1.5, "x", [1], True, float("nan"), torch.tensor([1, 2]), object(), [None] * 4)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_absurd_attributes_are_refused_in_one_line(name: str) -> None:
+    """Or read, where something can be made of them."""
+    good = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 8}
+    for value, types in itertools.product(ABSURD, ({}, {"layer_types": ["full_attention", "sliding_attention"] * 2})):
+        try:
+            layers_from_config(SimpleNamespace(**good | types | {name: value}))
+        except (TypeError, ValueError) as error:
+            assert re.fullmatch(r"[\w.\[\]]+: (expected .*, got .*|no layer .*)", str(error))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -73,7 +76,7 @@ def test_opcheck_objects_to_an_undeclared_write() -> None:
     (case, *_) = one_of_each("cast_loc")
     with torch.library._scoped_library("portakv_test", "DEF") as library:
         library.define("cast_loc(Tensor loc, Tensor out, Tensor(a!) faults, str kernel) -> ()")
-        library.impl("cast_loc", ops._run, "CompositeExplicitAutograd")
+        library.impl("cast_loc", functools.partial(ops._run, "cast_loc"), "CompositeExplicitAutograd")
         torch.library.register_fake("portakv_test::cast_loc", lambda *args: None, lib=library)
         with pytest.raises(Exception, match="out is not defined as mutable but was mutated"):
             torch.library.opcheck(torch.ops.portakv_test.cast_loc.default, arguments(case))
@@ -104,6 +107,61 @@ def test_other_text_is_refused(text: str, pool: portakv.HybridKVPool) -> None:
             rows, rows, k_cache, v_cache, loc, ones, ones, pool._faults, text, "reference:store_kv"
         )
     assert not k_cache.any()
+
+
+def shrunk(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(x.nbytes - 1)
+    return x
+
+
+SPOILT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shrunk": shrunk,
+    "of another dtype": lambda x: x.to(torch.int16),
+    "with an axis more": lambda x: x[None],
+    "a number": lambda x: x.flatten()[0],
+}
+
+
+@pytest.mark.parametrize("row", ["native", "reference"])
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_what_no_kernel_takes_is_refused_by_its_name(op: str, row: str) -> None:
+    case = one_of_each(op)[0]
+    *given, _ = arguments(case)
+    target = next(each.target for each in dispatch.rows(op, dispatch.CPU) if each.name == row).format(op=op)
+    names = ops._names(op)
+    watched = [x for x in given if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in watched]
+    for at, x in enumerate(given):
+        if not isinstance(x, torch.Tensor) or (names[at].endswith(("_inv", "_scale")) and case.variant.fmt.block):
+            continue
+        for spoil in SPOILT.values():
+            args = [*given[:at], spoil(x), *given[at + 1 :], target]
+            with pytest.raises((TypeError, ValueError), match=r"^\w+: expected [^\n]*, got [^\n]*$"):
+                getattr(torch.ops.portakv, op)(*args)
+    for name in ("os:system", "reference:nothing", "", "reference:" + ("store_kv" if op != "store_kv" else "move_kv")):
+        with pytest.raises(ValueError, match=r"^kernel: expected one of .*, got '"):
+            getattr(torch.ops.portakv, op)(*given, name)
+    assert all(torch.equal(bytes_of(x), bytes_of(y)) for x, y in zip(watched, before, strict=True))
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.flatten()).view(torch.uint8)
+
+
+@pytest.mark.parametrize("row", ["native", "reference"])
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op.startswith("gather_kv")])
+def test_outputs_lie_apart(op: str, row: str) -> None:
+    case = next(case for case in one_of_each(op) if case.tokens > 1)
+    *given, _ = arguments(case)
+    target = next(each.target for each in dispatch.rows(op, dispatch.CPU) if each.name == row).format(op=op)
+    k_out = given[3]
+    assert isinstance(k_out, torch.Tensor)
+    expanded = k_out[:1].expand(k_out.shape)
+    before = k_out.clone()
+    with pytest.raises(ValueError, match=r"^k_out: expected rows with memory of their own, got strides"):
+        getattr(torch.ops.portakv, op)(*given[:3], expanded, *given[4:], target)
+    assert torch.equal(bytes_of(k_out), bytes_of(before))
 
 
 def test_fp8_travels_as_bytes() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from portakv import HybridKVPool, LayerSpec, NoKernel, dispatch, testing
-from portakv.checks import pool_layout
 from portakv.device import Device, DeviceFacts
 from portakv.formats import FAULT_KINDS, FP8_DIALECTS, SLOT_OPS, KVFormat, Layout
+from portakv.groups import choose_layout
 from portakv.kernels.cpu_amx import kernels as cpu_amx
 from portakv.kernels.reference import packed as reference_packed
 from portakv.kernels.reference import rows as reference
@@ -295,7 +295,7 @@ def test_what_is_no_page_size(layout: str, page_size: Any) -> None:
         lambda: HybridKVPool([LAYERS[0]], size=64, page_size=page_size, layout=layout, device="cpu"),
         lambda: HybridKVPool.fit([LAYERS[0]], 2**20, page_size=page_size, layout=layout, device="cpu"),
     ):
-        with pytest.raises((TypeError, ValueError), match="page_size: expected a positive int, got"):
+        with pytest.raises((TypeError, ValueError), match=r"page_size: expected .*, got"):
             build()
 
 
@@ -306,7 +306,7 @@ def test_other_devices_do_not_pack(layout: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(
             ValueError, match=f"layout: expected one of .*on a device of kind {device.name}, got '{layout}'"
         ):
-            pool_layout(layout, [HEADS], BF16, 32, DeviceFacts(device, "any"))
+            choose_layout(layout, [HEADS], BF16, 32, DeviceFacts(device, "any"))
     monkeypatch.setattr("portakv.device.zeros", lambda *_: pytest.fail("allocated"))
     for build in (
         lambda: HybridKVPool([HEADS], size=64, page_size=32, layout=layout, device="meta"),
@@ -341,7 +341,7 @@ def test_auto_takes_what_the_cpu_has(
     device: Device, features: set[str], layers: list[LayerSpec], dtype: torch.dtype, page: int, layout: Layout
 ) -> None:
     found = DeviceFacts(device, "any", features=frozenset(features))
-    assert pool_layout("auto", layers, dtype, page, found) is layout
+    assert choose_layout("auto", layers, dtype, page, found) is layout
 
 
 def test_a_pool_chooses_by_itself() -> None:

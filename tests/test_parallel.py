@@ -84,7 +84,7 @@ def test_zigzag_refuses(arguments: Any, error: type[Exception], words: str) -> N
 
 @pytest.mark.parametrize(("x", "got"), [([1, 2], "list"), (np.arange(2), "ndarray"), (torch.tensor(1), "a number")])
 def test_zigzag_takes_tensors_of_rows_only(x: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=f"x: expected a tensor of rows, got {got}"):
+    with pytest.raises(TypeError, match=f"x: expected a tensor( of rows)?, got {got}"):
         zigzag_split(x, 0, 2)
 
 

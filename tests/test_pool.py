@@ -6,27 +6,37 @@ import dataclasses
 import functools
 import gc
 import itertools
+import sys
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import portakv
 from portakv import (
     HybridKVPool,
     KVWriteLoc,
     LayerSpec,
     MissingSwaLoc,
     OutOfSlots,
+    Rope,
     SlotFault,
     SlotOwnership,
     StaleWriteLoc,
+    checks,
+    dispatch,
     transfer,
 )
+from portakv import device as devices
 from portakv.device import Device, Row
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS
 
+PACKAGE = Path(portakv.__file__).parent
+FACTS = devices.facts(torch.device("cpu"))
 FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(6, 2, 8)
 MIXTURES = {
     "all full": [FULL, FULL],
@@ -361,7 +371,7 @@ def test_a_host_copy_knows_its_scales(device: torch.device) -> None:
     assert {described.scales for described in floats.describe()} == {None}
 
 
-@pytest.mark.parametrize("at", ["restore_swa", "plan_write", "load_from_host"])
+@pytest.mark.parametrize("at", ["restore_swa", "_plan", "load_from_host"])
 def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
     at: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,9 +381,7 @@ def test_a_host_copy_that_cannot_be_stored_leaves_no_slots(
     def no_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("of the device")
 
-    monkeypatch.setattr(
-        {"restore_swa": pool.allocator, "plan_write": pool, "load_from_host": transfer}[at], at, no_memory
-    )
+    monkeypatch.setattr({"restore_swa": pool.allocator, "_plan": pool, "load_from_host": transfer}[at], at, no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         pool.load_from_host(copy)
     assert pool.allocator.available("full") == pool.allocator.available("swa") == 13
@@ -627,10 +635,10 @@ def test_the_side_keeps_the_wider_of_both_windows() -> None:
 @pytest.mark.parametrize(
     ("window", "error", "message"),
     [
-        *((x, TypeError, "swa_window: expected a positive int, got") for x in (True, 2.0, "8", torch.tensor(8))),
-        (0, ValueError, "swa_window: expected a positive int, got 0"),
-        (-3, ValueError, "swa_window: expected a positive int, got -3"),
-        (2**63, ValueError, "swa_window: expected less than"),
+        *((x, TypeError, "swa_window: expected an int, got") for x in (True, 2.0, "8", torch.tensor(8.0))),
+        (0, ValueError, "swa_window: expected at least 1, got 0"),
+        (-3, ValueError, "swa_window: expected at least 1, got -3"),
+        (2**63, ValueError, "swa_window: expected at most"),
         (40, ValueError, "swa_size: expected at least 41 slots"),
     ],
 )
@@ -672,3 +680,54 @@ def test_rows_of_a_batch_are_gathered_where_heads_lie_together(
                 pool.gather_kv(layer, write_loc, *outs)
         with pytest.raises(ValueError, match="k: expected shape"):
             pool.set_kv_buffer(layer, write_loc, k.view(3, 4, 3, 16), v.view(3, 4, 3, 24))
+
+
+def frames(call: Callable[[], Any]) -> list[str]:
+    """The functions of portakv that a call goes through."""
+    seen: list[str] = []
+
+    def look(frame: Any, event: str, arg: object) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.skipif(
+    dispatch.select("store_kv", FACTS).row.name != "native", reason="the reference has frames of its own"
+)
+@pytest.mark.parametrize(("check", "rotates", "most"), [(False, False, 2), (False, True, 4), (True, False, 8)])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_store_is_few_frames(check: bool, rotates: bool, most: int, layer: int) -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device="cpu", check=check)
+    write_loc = pool.plan_write(pool.allocator.alloc(3))
+    rows = torch.ones(3, FULL.num_kv_heads, FULL.head_dim)
+    rope = Rope(torch.ones(4, FULL.head_dim), torch.arange(3)) if rotates else None
+    assert len(frames(lambda: pool.set_kv_buffer(layer, write_loc, rows, rows.clone(), rope))) <= most
+
+
+def test_checked_mode_reads_each_slot_tensor_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HybridKVPool([FULL, SWA], size=64, swa_size=32, device="cpu", check=True)
+    loc = pool.allocator.alloc(6)
+    rows = torch.ones(3, FULL.num_kv_heads, FULL.head_dim)
+    seen: list[int] = []
+    read_back = checks.read_back
+    monkeypatch.setattr(checks, "read_back", lambda *slots: seen.append(len(slots)) or read_back(*slots))
+    write_loc = pool.plan_write(loc[:3])
+    calls: list[tuple[Callable[[], Any], list[int]]] = [
+        (lambda: pool.plan_write(loc[:3]), [1]),
+        (lambda: pool.set_kv_buffer(0, write_loc, rows, rows), [1]),
+        (lambda: pool.set_kv_buffer(1, write_loc, rows, rows), [2]),
+        (lambda: pool.gather_kv(1, write_loc), [1]),
+        (lambda: pool.move_kv_cache(loc[3:], loc[:3]), [2]),
+        (lambda: pool.load_from_host(pool.copy_to_host(loc[:3]), loc[3:]), []),  # its allocator has read them
+    ]
+    for call, expected in calls:
+        seen.clear()
+        call()
+        assert seen == expected

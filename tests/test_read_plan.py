@@ -721,7 +721,7 @@ def test_an_int_of_more_than_64_bits_is_refused(device, kernels, name, value):
     world = World([3, 9], 4, device, kernels)
     for size in (0, 2):
         rows, lengths = world.rows[:size], torch.tensor(world.lengths)[:size]
-        with pytest.raises(ValueError, match=f"^{name}: expected an int of 64 bits, got {value}$"):
+        with pytest.raises(ValueError, match=f"^{name}: expected at (most|least) -?\\d+, got {value}$"):
             world.pool.plan_read(world.table, rows, lengths, **{name: value})
 
 

@@ -224,7 +224,7 @@ COS_SIN, TEN = torch.zeros(10, 8), torch.arange(TOKENS)
         ((torch.zeros(8, 10).T, TEN), ValueError, "cos_sin_cache: expected a dense last axis"),
         ((COS_SIN, torch.arange(2 * TOKENS)[::2]), ValueError, "positions: expected a dense vector"),
         ((COS_SIN, TEN.short()), TypeError, "positions: expected int32 or int64, got torch.int16"),
-        ((COS_SIN, TEN, 1), TypeError, "interleaved: expected a bool, got 1"),
+        ((COS_SIN, TEN, 1), TypeError, "interleaved: expected True or False, got 1"),
     ],
 )
 def test_what_is_no_rope(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

@@ -740,11 +740,12 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
     step(cache, 4)  # a whole page: the next token would take another
     refused(pool, ValueError, "key_states: expected the cache's 2 rows, got 3", lambda: step(cache, 1, batch=3))
     wrong = torch.zeros(2, 3, 1, 16)
-    refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
+    refused(pool, ValueError, "key_states: expected shape", lambda: cache.update(wrong, wrong, 0))
     for layer in (4, -1, True, "0", None):
         words = f"layer_idx: expected one of the pool's 4 layers, got {layer!r}"
         refused(pool, ValueError, words, lambda layer=layer: cache.update(wrong, wrong, layer))
-    for shapeless, got in ((None, "NoneType"), (wrong[0], r"\(3, 1, 16\)"), (wrong[:, :, :0], r"\(2, 3, 0, 16\)")):
+    refused(pool, TypeError, "key_states: .*got NoneType", lambda: cache.update(None, wrong, 0))
+    for shapeless, got in ((wrong[0], r"\(3, 1, 16\)"), (wrong[:, :, :0], r"\(2, 3, 0, 16\)")):
         refused(pool, ValueError, f"key_states: .*got {got}", lambda x=shapeless: cache.update(x, wrong, 0))
         refused(pool, ValueError, f"value_states: .*got {got}", lambda x=shapeless: cache.update(wrong, x, 0))
     k, v = torch.zeros(2, 2, 3, 16), torch.zeros(3, 2, 2, 8)  # as many rows of tokens, of other sequences
@@ -752,8 +753,13 @@ def test_forward_of_another_batch_or_shape_is_refused() -> None:
     step(cache, 1)
     # Past the window a forward begins with an eviction, which a refused one must not have made.
     step(cache, 2 * WINDOW), step(cache, 3)
-    refused(pool, ValueError, r"k: expected shape", lambda: cache.update(wrong, wrong, 0))
-    refused(pool, TypeError, r"k: expected a dtype", lambda: cache.update(*(torch.zeros(2, 2, 1, 16).long(),) * 2, 0))
+    refused(pool, ValueError, "key_states: expected shape", lambda: cache.update(wrong, wrong, 0))
+    refused(
+        pool,
+        TypeError,
+        "key_states: expected a dtype",
+        lambda: cache.update(*(torch.zeros(2, 2, 1, 16).long(),) * 2, 0),
+    )
     cache.crop(-1)
 
 
@@ -831,7 +837,7 @@ def test_rows_that_are_not_there_are_refused() -> None:
     refused(
         pool,
         ValueError,
-        "indices: expected rows of 0 to 1",
+        r"indices\[.\]: expected rows of 0 to 1",
         lambda: cache.batch_select_indices(torch.tensor([0, 2])),
     )
     refused(pool, ValueError, "repeats", lambda: cache.batch_repeat_interleave(0))
@@ -860,3 +866,43 @@ def test_gradients_stop_at_the_cache() -> None:
         k = torch.ones(2, spec.num_kv_heads, 1, spec.head_dim, requires_grad=True)
         v = torch.ones(2, spec.num_kv_heads, 1, spec.v_dim, requires_grad=True)
         assert not any(x.requires_grad for x in cache.update(k, v, layer))
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor(0), ValueError, "beam_idx: expected 1 dimensions, got shape"),
+        (torch.tensor([[0, 1]]), ValueError, "beam_idx: expected 1 dimensions, got shape"),
+        (torch.tensor([0.0, 1.0]), TypeError, "beam_idx: expected integers, got float32"),
+        (torch.tensor([True]), ValueError, "beam_idx: expected a mask of 2 rows, got one of 1"),
+        (torch.tensor([0, 1]).to_sparse(), TypeError, "beam_idx: expected a plain tensor, got one of torch.sparse"),
+        (torch.tensor([0, 1], device="meta"), TypeError, "beam_idx: expected a plain tensor, got one on meta"),
+        (
+            torch._neg_view(torch.tensor([0, 1])),
+            TypeError,
+            "beam_idx: expected a plain tensor, got a view",
+        ),
+        (None, TypeError, "beam_idx: expected integers, got object"),
+        ("01", TypeError, "beam_idx: expected integers, got <U2"),
+        ([[0], [0, 1]], TypeError, "beam_idx: expected a plain tensor, an array or a sequence of integers, got list"),
+    ],
+    ids=str,
+)
+def test_what_names_no_rows(rows: Any, error: type[Exception], words: str) -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 4)
+    refused(pool, error, words, lambda: cache.reorder_cache(rows))
+    assert cache.get_seq_length() == 4
+
+
+def test_key_states_that_are_not_what_they_say() -> None:
+    pool = make_pool()
+    cache = PortaKVCache(pool)
+    step(cache, 4)
+    rows = torch.zeros(2, 2, 1, 16)
+    short = rows.clone()
+    short.untyped_storage().resize_(short.nbytes - 1)
+    for odd in (short, torch._neg_view(rows), rows.to_sparse()):
+        refused(pool, TypeError, "key_states: expected a plain tensor, got", lambda x=odd: cache.update(x, rows, 0))
+        refused(pool, TypeError, "value_states: expected a plain tensor", lambda x=odd: cache.update(rows, x, 0))

@@ -9,10 +9,20 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from portakv import checks
-from portakv.arrays import Ints
+from portakv.arguments import (
+    MOST,
+    Ints,
+    IntsLike,
+    as_array,
+    as_int,
+    as_ints,
+    require,
+    require_plain,
+    require_rows,
+    shown,
+)
 from portakv.errors import OutOfSlots, PortaKVError
-from portakv.layers import check_positive, layers_from_model, require_heads
+from portakv.layers import layers_from_model, require_heads
 from portakv.pool import HybridKVPool
 from portakv.write_loc import KVWriteLoc
 
@@ -74,9 +84,11 @@ class PortaKVCache(Cache):
         Raises `ValueError`, in the words of its config, for a model that such a cache cannot serve: an encoder-decoder,
         layers of cross-attention, or of another state than K and V.
         """
-        for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("page_size", page_size)):
-            check_positive(name, value)
-        chunk = max_tokens if max_chunk is None else check_positive("max_chunk", max_chunk)
+        batch_size, max_tokens = as_int("batch_size", batch_size), as_int("max_tokens", max_tokens)
+        page_size, chunk = (
+            as_int("page_size", page_size),
+            as_int("max_chunk", max_tokens if max_chunk is None else max_chunk),
+        )
         layers = require_heads(layers_from_model(model))
         windows = [spec.window for spec in layers if spec.window is not None]
         full = -(-max_tokens // page_size) * page_size
@@ -98,8 +110,11 @@ class PortaKVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store `[B, H, q, D]` and `[B, H, q, Dv]` of one layer; returns the K and V its attention reads."""
-        if type(layer_idx) is not int or not 0 <= layer_idx < len(self.layers):
-            raise ValueError(f"layer_idx: expected one of the pool's {len(self.layers)} layers, got {layer_idx!r}")
+        try:
+            layer_idx = as_int("layer_idx", layer_idx, 0, len(self.layers) - 1)
+        except (TypeError, ValueError):
+            expected = f"one of the pool's {len(self.layers)} layers"
+            raise ValueError(f"layer_idx: expected {expected}, got {shown(layer_idx)}") from None
         return super().update(key_states, value_states, layer_idx)
 
     def reset(self) -> None:
@@ -117,16 +132,15 @@ class PortaKVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was: rows change places, and only duplicates are copied."""
-        self._batch.select(beam_idx)
+        self._batch.select("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times. Raises `OutOfSlots` before anything changes."""
-        check_positive("repeats", repeats)
-        self._batch.select(np.arange(self._batch.num_rows).repeat(repeats))
+        self._batch.select("repeats", np.arange(self._batch.num_rows).repeat(as_int("repeats", repeats)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers or a mask), in that order; the others' slots go back."""
-        self._batch.select(indices)
+        self._batch.select("indices", indices)
 
     def activate_past_recording(self) -> None:
         """From here on what `crop` needs to come back to the last one, or to here, is not evicted."""
@@ -174,7 +188,7 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._stored != self.layer_id:
-            raise checks.no_layer(self.layer_id, self._batch.pool.layers)
+            self._batch.pool._stored(self.layer_id, False)  # raises
         return self._batch.update(self.layer_id, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -253,9 +267,9 @@ class _Batch:
 
     def update(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         for name, x in (("key_states", k), ("value_states", v)):
-            if not isinstance(x, Tensor) or x.dim() != 4 or not x.shape[0] * x.shape[2]:
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name}: expected [B, H, q, D] with rows and tokens, got {got}")
+            require_plain(name, x)
+            if x.dim() != 4 or not x.shape[0] * x.shape[2]:
+                raise ValueError(f"{name}: expected [B, H, q, D] with rows and tokens, got {tuple(x.shape)}")
         if k.shape[::2] != v.shape[::2]:
             expected = f"the rows and tokens of key_states, {tuple(k.shape[::2])}"
             raise ValueError(f"value_states: expected {expected}, got {tuple(v.shape[::2])}")
@@ -270,7 +284,8 @@ class _Batch:
             raise ValueError(f"key_states: expected the cache's {state.slots.shape[0]} rows, got {batch}")
         # What the store would refuse is refused before anything is evicted for it.
         rows, stored = (_token_rows(k), _token_rows(v)), self.pool._layers[layer_id]
-        checks.check_rows(("k", "v", "k"), stored, rows[0], *rows, stored.sources, self.pool.device, mixed=True)
+        names, tails = ("key_states", "value_states", "key_states"), (stored.k_tail, stored.v_tail)
+        require_rows(names, tails, rows[0], *rows, stored.sources, self.pool.device, mixed=True)
         self._make_room(state, batch, state.length + num_tokens)
 
         def start() -> tuple[Tensor, Tensor]:
@@ -325,7 +340,7 @@ class _Batch:
 
     def crop(self, tokens_to_remove: int) -> None:
         state = self._settle()
-        length = state.length + tokens_to_remove
+        length = state.length + as_int("tokens_to_remove", tokens_to_remove, -MOST)
         if not 0 <= length <= state.length:
             raise ValueError(f"tokens_to_remove: expected {-state.length} to 0, got {tokens_to_remove}")
         if length > state.past:
@@ -343,18 +358,14 @@ class _Batch:
 
         self._change(shrink)
 
-    def select(self, source: Tensor | Ints) -> None:
+    def select(self, name: str, source: IntsLike) -> None:
         """Make row i what row `source[i]` was: one of those that name a row keeps its slots, others copy."""
         state = self._settle()
         if not state.length:
             return
         state.require_whole()
         num_rows = state.slots.shape[0]
-        try:
-            given = source.cpu().numpy() if isinstance(source, Tensor) else source
-            rows = np.arange(num_rows)[given].tolist()
-        except IndexError as error:
-            raise ValueError(f"indices: expected rows of 0 to {num_rows - 1}: {error}") from None
+        rows = _named_rows(name, source, num_rows)
         if not rows:
             self.release()
             return
@@ -480,6 +491,19 @@ class _Batch:
 
     def _move(self, to: Ints, source: Ints) -> None:
         self.pool.move_kv_cache(torch.from_numpy(to), torch.from_numpy(source))
+
+
+def _named_rows(name: str, given: IntsLike, num_rows: int) -> list[int]:
+    """The rows of a batch that integers, from -1 down the last ones, or a mask name."""
+    array = as_array(name, given, (1,), kinds="iub")
+    if array.dtype.kind == "b":
+        if array.size != num_rows:
+            raise ValueError(f"{name}: expected a mask of {num_rows} rows, got one of {array.size}")
+        return np.flatnonzero(array).tolist()
+    rows = as_ints(name, given)
+    require((rows >= -num_rows) & (rows < num_rows), name, f"rows of 0 to {num_rows - 1}", rows)
+    numbers: list[int] = (rows % num_rows).tolist()
+    return numbers
 
 
 def _first_visible(position: int, window: int | None) -> int:

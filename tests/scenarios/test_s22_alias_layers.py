@@ -76,7 +76,7 @@ def test_what_cannot_be_an_alias(make_pool, alias, match):
         make_pool([*layers(), alias], size=32, swa_size=16)
 
 
-@pytest.mark.parametrize("alias", [True, "3", 3.0, torch.tensor(3)], ids=repr)
+@pytest.mark.parametrize("alias", [True, "3", 3.0, torch.tensor(3.0)], ids=repr)
 def test_an_alias_is_an_int(alias):
     with pytest.raises(TypeError, match="alias_of: expected"):
         LayerSpec(8, 2, 16, 24, alias_of=alias)

@@ -12,7 +12,7 @@ namespace nb = nanobind;
 namespace portakv {
 namespace {
 
-PyObject *page_size_, *dtype_, *rotates_v_;
+PyObject *page_size_, *dtype_, *layout_, *mla_;
 
 constexpr int64_t kParallelBytes = 64 << 10;  // one thread below
 constexpr int64_t kThreadBytes = 32 << 10;    // at least this much for each thread
@@ -45,7 +45,8 @@ void init_arguments() {
 #ifdef _OPENMP
     pthread_atfork(nullptr, nullptr, stay_alone);
 #endif
-    rotates_v_ = PyUnicode_InternFromString("rotates_v");
+    layout_ = PyUnicode_InternFromString("layout");
+    mla_ = nb::object(nb::module_::import_("portakv.formats").attr("Layout").attr("MLA")).release().ptr();
 }
 
 void refuse_shape(const View& v, const std::string& expected) {
@@ -155,10 +156,10 @@ MovePairs read_pairs(nb::handle tgt, nb::handle src, int64_t first, int64_t num_
     return {std::move(slots), count};
 }
 
-bool rotates_v(nb::handle fmt) {
-    nb::object value = nb::steal(PyObject_GetAttr(fmt.ptr(), rotates_v_));
-    if (!value.is_valid()) nb::raise_python_error();
-    return value.ptr() == Py_True;
+bool is_mla(nb::handle fmt) {
+    nb::object layout = nb::steal(PyObject_GetAttr(fmt.ptr(), layout_));
+    if (!layout.is_valid()) nb::raise_python_error();
+    return layout.is(mla_);
 }
 
 std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const View& x, int half) {

@@ -61,8 +61,8 @@ struct RopeArguments {
 // Have `job`, which is complete but for its rope, rotate the rows `x` of half `half`. The result is its scratch memory.
 std::unique_ptr<char[]> bind_rope(RowJob& job, const RopeArguments& rope, const View& x, int half);
 
-// Whether `fmt` has the rope part of an MLA row in V.
-bool rotates_v(nanobind::handle fmt);
+// Whether the rows of `fmt` are a latent and, as V, a rope part.
+bool is_mla(nanobind::handle fmt);
 
 // One side of a store (`scatter`) or gather: `x [tokens, H, D]` against the rows of `cache`.
 Half bind(const View& x_view, const RowView& cache, int64_t tokens, bool scatter, nanobind::handle scale,

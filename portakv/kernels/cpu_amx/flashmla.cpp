@@ -18,6 +18,8 @@ void flash_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::
     job.loc = read_slots(loc, "loc");
     View views[] = {read_tensor(k_cache, "k_cache"), read_tensor(v_cache, "v_cache"), read_tensor(k, k_name),
                     read_tensor(v, v_name)};
+    check_apart(views[2], views[3], views[0], views[1]);
+    if (!scatter) check_outputs(views[2], views[3]);
     RowView kc = as_rows(views[0], 0, true), vc = as_rows(views[1], 0, true);
     RowView kx = as_rows(views[2], 0, false), vx = as_rows(views[3], 0, false);
     check_dtype(fmt, views[0]);

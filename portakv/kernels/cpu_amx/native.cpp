@@ -36,6 +36,8 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
     job.first = scatter ? read_page_size(fmt) : 0;
     job.end = kc.count;
     View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
+    check_apart(k_view, v_view, kc_view, vc_view);
+    if (!scatter) check_outputs(k_view, v_view);
     // A gather's rows may be those of a batch, [B, S, H, D], which lie as pages do.
     job.half[0] = bind(k_view, kc, job.loc.size, scatter, k_scale, names[2], !scatter);
     job.half[1] = bind(v_view, vc, job.loc.size, scatter, v_scale, names[3], !scatter);
@@ -45,7 +47,7 @@ void rows_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb::h
     job.threads = threads_for(bytes);
     std::unique_ptr<char[]> scratch;
     if (rope) {
-        int half = rotates_v(fmt);
+        int half = is_mla(fmt);
         scratch = bind_rope(job, *rope, half ? v_view : k_view, half);
     }
     if (job.loc.size == 0) return;
@@ -255,5 +257,5 @@ NB_MODULE(_native, m) {
     m.def("isas", &isas, "The instruction sets that this build and this machine have, best first.");
     m.def("set_isa", &set_isa, "name"_a, "For tests: use another of isas().");
     m.def("use_reader", [](int reader) { return use_reader(Reader(reader)); }, "reader"_a,
-          "For tests: read tensors by DLPack (0), torch's C interface (1) or attributes (2); whether this torch can.");
+          "For tests: read tensors by torch's C interface (0) or attributes (1); whether this torch can.");
 }

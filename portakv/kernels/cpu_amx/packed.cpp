@@ -134,6 +134,8 @@ void packed_op(bool scatter, nb::handle k, nb::handle v, nb::handle k_cache, nb:
     PackedView caches[2] = {as_packed(cache_views[0], 0, layout, false, fmt), as_packed(cache_views[1], 0, layout, true, fmt)};
     check_pair(cache_views[0], cache_views[1], caches[0], caches[1], fmt);
     View k_view = read_tensor(k, names[0]), v_view = read_tensor(v, names[1]);
+    check_apart(k_view, v_view, cache_views[0], cache_views[1]);
+    if (!scatter) check_outputs(k_view, v_view);
     PackedJob job{};
     job.half[0] = bind(k_view, caches[0].view, slots.size, scatter, k_scale, names[2], false);
     job.half[1] = bind(v_view, caches[1].view, slots.size, scatter, v_scale, names[3], false);
