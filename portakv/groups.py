@@ -17,6 +17,7 @@ from portakv.allocator import HybridSlotAllocator
 from portakv.arguments import Ints, Span, as_dtype, as_int, shown, span_of, tracing
 from portakv.errors import PortaKVError
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS, SLOT_OPS, KVFormat, Layout
+from portakv.kernels import GatherKV, SlotOps, StoreKV, StoreRope
 from portakv.layers import LayerSpec
 from portakv.memory.layouts import LAYOUTS, find_layout
 
@@ -45,10 +46,10 @@ class Layer:
     v_inv: torch.Tensor
     spans: tuple[Span, ...]  # of the caches, for kernels that do not look themselves; empty where no bytes are
     rotated_dim: int
-    store: Callable[..., None]
+    store: StoreKV
     store_checks: bool  # both stores refuse by themselves what they cannot take
-    store_rope: Callable[..., None] | None  # None where the layout takes no rope
-    gather: Callable[..., None]
+    store_rope: StoreRope | None  # None where the layout takes no rope
+    gather: GatherKV
     gather_checks: bool
     gathers_batches: bool
 
@@ -267,7 +268,7 @@ def allocate_slots(
     window: int | None,
     kind: devices.Device,
     device: torch.device,
-    kernels: tuple[Kernels, Kernels],
+    kernels: tuple[SlotOps, SlotOps],
 ) -> tuple[HybridSlotAllocator, torch.Tensor]:
     """An allocator and its mapping on `device`, which op `patch_map` of `kernels` keeps up to date.
 

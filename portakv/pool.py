@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -45,6 +45,7 @@ from portakv.groups import (
     storage_dtype,
     widest_window,
 )
+from portakv.kernels import SlotOps
 from portakv.layers import LayerSpec, as_layers
 from portakv.read_plan import Lengths, ReadPlan, ReadPlanner
 from portakv.rope import Rope, store_rotated
@@ -114,7 +115,8 @@ class HybridKVPool:
         self.kernels = name_rows((common, *chosen.values()))
         self._slot_kernels = {op: dispatch.load(op, selection) for op, selection in common.items()}
         # Eager, and as a tracer sees them: `tracing()` says which.
-        self._slot_ops = self._slot_kernels, ops.traced(common, dict.fromkeys(common))
+        every = self._slot_kernels, ops.traced(common, dict.fromkeys(common))
+        self._slot_ops = cast(tuple[SlotOps, SlotOps], every)
         self._slot_checks = all(selection.row.checks for selection in common.values())
 
         self._owns_slots = slots_of is None

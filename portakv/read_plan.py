@@ -29,7 +29,8 @@ from portakv.arguments import (
 from portakv.consumers import PAGES, QUERY_ROWS, RAGGED, ROWS, ReadStyle, check_offsets, read_style
 from portakv.errors import SlotFault, SlotOwnership
 from portakv.formats import INDEX_DTYPES, ReadFormat, Structure
-from portakv.groups import Kernels, Layer
+from portakv.groups import Layer
+from portakv.kernels import SlotOps
 from portakv.layers import LayerSpec
 
 Tensor = torch.Tensor
@@ -100,7 +101,7 @@ class ReadPlanner:
         mapping: Tensor,
         faults: Tensor,
         kind: devices.Device,
-        kernels: tuple[Kernels, Kernels],
+        kernels: tuple[SlotOps, SlotOps],
         allocator: HybridSlotAllocator,
     ) -> None:
         self._allocator, self._kind = allocator, kind
@@ -177,6 +178,10 @@ class ReadPlanner:
                 if read.indptr is not None:
                     read.indptr.zero_()
             return plan
+        if not (devices.shares_host_memory(self._device) or tracing()):  # rows of its kernels do not look
+            for name, x in {"req_to_token": table, **columns}.items():
+                if isinstance(x, Tensor):
+                    require_plain(name, x)
         build_read, faults, num_slots = self._kernels[tracing()]["build_read"], self._faults, self._num_slots
         try:
             for read, fmt in zip(plan.structures, formats, strict=True):

@@ -166,6 +166,9 @@ def resolve_write_loc(
         return pool.plan_write(loc, index_dtype)
     if all(slots is None or slots.dtype is index_dtype for slots in (plan.loc, plan.swa_loc)):
         return plan
+    for slots in (plan.loc, plan.swa_loc):
+        if slots is not None:
+            require_plain("plan", slots)
     if index_dtype is torch.int32:
         return pool.cast_write_loc(plan)
     return planned(plan.loc.long(), None if plan.swa_loc is None else plan.swa_loc.long())
