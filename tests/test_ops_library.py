@@ -104,7 +104,7 @@ def test_other_text_is_refused(text: str, pool: portakv.HybridKVPool) -> None:
     k_cache, v_cache = pool.get_kv_buffer(0)
     with pytest.raises(ValueError, match=r"^fmt: expected a format as `ops.encode` writes it, got '"):
         torch.ops.portakv.store_kv(
-            rows, rows, k_cache, v_cache, loc, ones, ones, pool._faults, text, "reference:store_kv"
+            rows, rows, k_cache, v_cache, loc, ones, ones, pool._faults, text, "portakv.kernels.reference.rows:store_kv"
         )
     assert not k_cache.any()
 
@@ -139,7 +139,12 @@ def test_what_no_kernel_takes_is_refused_by_its_name(op: str, row: str) -> None:
             args = [*given[:at], spoil(x), *given[at + 1 :], target]
             with pytest.raises((TypeError, ValueError), match=r"^\w+: expected [^\n]*, got [^\n]*$"):
                 getattr(torch.ops.portakv, op)(*args)
-    for name in ("os:system", "reference:nothing", "", "reference:" + ("store_kv" if op != "store_kv" else "move_kv")):
+    for name in (
+        "os:system",
+        "portakv.kernels.reference.rows:nothing",
+        "",
+        "portakv.kernels.reference.rows:" + ("store_kv" if op != "store_kv" else "move_kv"),
+    ):
         with pytest.raises(ValueError, match=r"^kernel: expected one of .*, got '"):
             getattr(torch.ops.portakv, op)(*given, name)
     assert all(torch.equal(bytes_of(x), bytes_of(y)) for x, y in zip(watched, before, strict=True))

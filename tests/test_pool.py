@@ -31,12 +31,11 @@ from portakv import (
     dispatch,
     transfer,
 )
-from portakv import device as devices
 from portakv.device import Device, Row
 from portakv.formats import FAULT_KINDS, FLOAT_DTYPES, FP8_DIALECTS
 
 PACKAGE = Path(portakv.__file__).parent
-FACTS = devices.facts(torch.device("cpu"))
+FACTS = dispatch.facts("cpu")
 FULL, SWA = LayerSpec(None, 2, 8), LayerSpec(6, 2, 8)
 MIXTURES = {
     "all full": [FULL, FULL],
