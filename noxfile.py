@@ -87,7 +87,7 @@ def prove(session: nox.Session, triton: str) -> None:
     session.install(*CONSTRAINTS, ".[test,prove]", triton)
     session.run("pytest", "tests/test_prove.py", env={"CI": "true"})
     targets = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx90a,gfx942,gfx950,gfx1100,gfx1201"
-    session.run("portakv", "prove", "--target", targets)
+    session.run("portakv", "prove", "--all", "--target", targets)
 
 
 @nox.session(name="compile-xpu")

@@ -244,6 +244,9 @@ def compile_kernels(
 @app.command()
 def prove(
     target: Annotated[str, typer.Option(metavar="NAME,…", help="What compile takes.")] = "sm_90",
+    conformance: Annotated[
+        bool, typer.Option("--all", help="Also for the formats of the conformance cases, ten times as many kernels.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove of every kernel that it stays inside its tensors and writes no byte twice, whatever the slots are."""
@@ -258,7 +261,7 @@ def prove(
         for one in wanted:
             if (why := one.unavailable()) is not None:
                 raise PortaKVError(f"{one.name} cannot be compiled for: {why}")
-        variants = kernels.all_variants()
+        variants = kernels.all_variants(conformance)
         found = {}
         with _progress() as bars:
             task = bars.add_task("proving", total=len(wanted) * len(variants))

@@ -56,7 +56,8 @@ def test_a_few_variants_of_each_op_are_proved(kind: str, at: int) -> None:
 
 
 def test_the_list_is_complete() -> None:
-    assert set(LAUNCHES) == set(OPS) == {v.op for v in kernels.all_variants()}
+    for conformance in (False, True):
+        assert set(LAUNCHES) == set(OPS) == {v.op for v in kernels.all_variants(conformance)}
 
 
 def test_kernels_that_differ_in_data_alone_are_one() -> None:
@@ -196,7 +197,7 @@ def invoke(*args: str) -> tuple[int, str]:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [Variant("patch_map"), *variants("cast_loc")]
-    monkeypatch.setattr(kernels, "all_variants", lambda: few)
+    monkeypatch.setattr(kernels, "all_variants", lambda _: few)
     code, out = invoke("--json")
     kinds = json.loads(out)["kernels"]
     assert code == 0
@@ -205,7 +206,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_names_what_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "all_variants", lambda: [Variant("store_kv_packed")])
+    monkeypatch.setattr(kernels, "all_variants", lambda _: [Variant("store_kv_packed")])
     code, out = invoke()
     assert code == 1
     assert "store_kv_packed" in out

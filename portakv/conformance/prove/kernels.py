@@ -26,14 +26,14 @@ _OF_ADDRESSES = ("HEADS", "ROWS", "K_DIM", "V_DIM", "BLOCK", "BLOCKS", "ALIGNED"
 """The constexprs that say how rows are cut; the others are of floats, or stand in the kernel alone."""
 
 
-def all_variants() -> tuple[Variant, ...]:
-    """Every variant that the launchers compile for the formats of the conformance cases and of `portakv compile`.
+def all_variants(conformance: bool = True) -> tuple[Variant, ...]:
+    """Every variant that the launchers compile for the formats of `portakv compile`, and of the conformance cases.
 
     A launcher compiles by an explicit signature, never by the values of a call: kernel, constexprs and alignment follow
     from the variant (`launch.Source`). The cases launch a part of these, one slot width of two; the proof takes both.
     """
     ops = importlib.import_module("portakv.kernels._triton").OPS
-    return tuple(v for v in list_variants((*formats(), *FORMATS)) if v.op in ops)
+    return tuple(v for v in list_variants((*(formats() if conformance else ()), *FORMATS)) if v.op in ops)
 
 
 def plain(variant: Variant) -> Variant:

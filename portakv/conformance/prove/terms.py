@@ -15,6 +15,8 @@ from typing import Any
 
 import z3
 
+z3.z3.Z3_DEBUG = False  # its wrapper looks at each argument again, an eighth of a proof's time
+
 Condition = Any
 """A z3 expression of truth; z3's own have no types. Python's True stands for one that needs no asking."""
 
