@@ -419,14 +419,18 @@ class HybridKVPool:
                     x.copy_(rows.view(x.shape))
             return k_out, v_out
         try:
-            layer.gather(
-                *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale),
-                *(self._faults, layer.fmt),
-            )
+            self._gather(layer, loc, k_out, v_out)
         except (TypeError, ValueError):
             require_plain("locations", loc)  # by this call's name for it
             raise
         return k_out, v_out
+
+    def _gather(self, layer: Layer, loc: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+        """The launch of `gather_kv` into outputs that are known to lie apart."""
+        layer.gather(
+            *(layer.k_cache, layer.v_cache, loc, k_out, v_out, layer.k_scale, layer.v_scale),
+            *(self._faults, layer.fmt),
+        )
 
     def set_scales(self, layer_id: int, k_scale: Scale = None, v_scale: Scale = None) -> None:
         """Set what a quantised layer's stored numbers are multiplied with when read; stores divide by it.

@@ -160,14 +160,13 @@ def test_run_shows_tables_and_progress(invoke: Invoke, one_model: None, monkeypa
 
 def test_a_mismatch_exits_with_1(invoke: Invoke, one_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest key that the first sequence can see, lost at every step."""
-    gather_kv = HybridKVPool.gather_kv
+    gather = HybridKVPool._gather
 
-    def lossy(self: HybridKVPool, layer_id: int, locations: Any, k_out: torch.Tensor, v_out: torch.Tensor) -> Any:
-        gather_kv(self, layer_id, locations, k_out, v_out)
+    def lossy(self: HybridKVPool, layer: Any, loc: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+        gather(self, layer, loc, k_out, v_out)
         k_out[0] = 0
-        return k_out, v_out
 
-    monkeypatch.setattr(HybridKVPool, "gather_kv", lossy)
+    monkeypatch.setattr(HybridKVPool, "_gather", lossy)
     result = invoke("run", "--json", "--new-tokens", 48)
     assert result.exit_code == 1
     (model,) = json.loads(result.stdout)["models"]

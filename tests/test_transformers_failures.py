@@ -179,7 +179,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1) -> lis
     return left
 
 
-@pytest.mark.parametrize("name", ["plan_write", "set_kv_buffer", "gather_kv"])
+@pytest.mark.parametrize("name", ["plan_write", "set_kv_buffer", "_gather"])
 def test_forward_can_be_tried_again_after_it_ran_out_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
     cache = PortaKVCache(pool)
