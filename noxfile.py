@@ -16,7 +16,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 def tests(session: nox.Session) -> None:
     """The suite on the installed package."""
     session.install(*CONSTRAINTS, ".[test,triton]")
-    session.run("pytest", *session.posargs, env={"CI": "true"})
+    session.run("pytest", "-n", "2", *session.posargs, env={"CI": "true"})
 
 
 @nox.session(name="tests-torch28")

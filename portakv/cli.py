@@ -66,6 +66,7 @@ def info(as_json: AsJson = False) -> None:
                 "versions": _versions(),
                 "probed": [{"kind": p.device.name, "count": p.count, "reason": p.reason} for p in dispatch.probe()],
                 "kernels": {op: selection.row.name for op, selection in chosen.items()},
+                "proof": {op: selection.row.proof for op, selection in chosen.items()},
                 "rejected": {op: {row.name: why for row, why in s.rejected} for op, s in chosen.items()},
             }
         )
@@ -76,10 +77,10 @@ def info(as_json: AsJson = False) -> None:
         mark = "  ← chosen" if p.device is dispatch.CHOSEN else ""
         probed.add_row(p.device.name, str(p.count), escape(p.reason) + mark)
     _out.print(probed)
-    rows = _table("Kernels", "op", "row", "from", "not chosen, and why")
+    rows = _table("Kernels", "op", "row", "from", "its bytes were", "not chosen, and why")
     for op, selection in chosen.items():
         why_not = "\n".join(f"{row.name}: {why}" for row, why in selection.rejected)
-        rows.add_row(op, selection.row.name, selection.row.origin, escape(why_not))
+        rows.add_row(op, selection.row.name, selection.row.origin, selection.row.proof, escape(why_not))
     _out.print(rows)
 
 

@@ -52,11 +52,12 @@ def test_info_accounts_for_every_row(invoke: Invoke) -> None:
         names = {row.name for row in dispatch.rows(op, dispatch.CHOSEN)}
         assert {shown["kernels"][op], *shown["rejected"][op]} == names
         assert all(shown["rejected"][op].values())
+        assert "executed" in shown["proof"][op]
 
 
 def test_info_table_names_ops_and_reasons(invoke: Invoke) -> None:
     shown = invoke("info").stdout
-    for word in (*dispatch.OPS, "comes", "first", "chosen", "not built for it"):
+    for word in (*dispatch.OPS, "comes", "first", "chosen", "not built for it", "executed"):
         assert word in shown
 
 

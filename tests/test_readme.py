@@ -33,7 +33,7 @@ def test_first_example_runs_as_shown(readme: str) -> None:
 def test_two_commands(readme: str) -> None:
     assert blocks(readme, "sh") == [
         "pip install -c constraints.txt '.[run]' && portakv run\n",
-        "pip install -c constraints.txt '.[test,triton]' && pytest\n",
+        "pip install -c constraints.txt '.[test,triton]' && pytest -n 2\n",
     ]
 
 
