@@ -77,10 +77,11 @@ def info(as_json: AsJson = False) -> None:
         mark = "  ← chosen" if p.device is dispatch.CHOSEN else ""
         probed.add_row(p.device.name, str(p.count), escape(p.reason) + mark)
     _out.print(probed)
-    rows = _table("Kernels", "op", "row", "from", "its bytes were", "not chosen, and why")
+    rows = _table("Kernels", "op", "row", "from; its bytes were", "not chosen, and why")
+    rows.columns[0].min_width = max(map(len, chosen))
     for op, selection in chosen.items():
         why_not = "\n".join(f"{row.name}: {why}" for row, why in selection.rejected)
-        rows.add_row(op, selection.row.name, selection.row.origin, selection.row.proof, escape(why_not))
+        rows.add_row(op, selection.row.name, f"{selection.row.origin}; {selection.row.proof}", escape(why_not))
     _out.print(rows)
 
 
