@@ -10,12 +10,13 @@ accepted, and what has left the windows, goes back to the allocator. The tokens 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from portakv import DEVICE, HybridKVPool, KVWriteLoc, LayerSpec, ReadPlan, Structure, resolve_write_loc
+from portakv.check import capture
 
 Tensor = torch.Tensor
 
@@ -69,18 +70,6 @@ class Request:
     slots: Tensor | None = None
     evicted: int = 0
     plan: KVWriteLoc | None = None
-
-
-def capture(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`step` as a captured graph to replay. Where the device has no graphs: itself, over the same buffers."""
-    step()  # kernels cannot be compiled during a capture
-    module = torch.get_device_module(device)
-    graph_class = getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
-    if graph_class is None:
-        return step
-    with module.graph(graph := graph_class()):
-        step()
-    return graph.replay
 
 
 class Engine:

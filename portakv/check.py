@@ -19,6 +19,7 @@ import torch
 from portakv import device as devices
 from portakv import dispatch, testing
 from portakv.buffers import Mismatch
+from portakv.device import Device
 from portakv.errors import NoKernel
 from portakv.formats import INDEX_DTYPES, PAD, SLOT_OPS, KVFormat, ReadFormat, Structure
 from portakv.kernels.reference import rows as reference
@@ -49,14 +50,22 @@ class Outcome:
 GRAPH_FILLS = {"graph, filled before replay": False, "graph, filled inside": True}
 
 
-def rows(device: torch.device) -> list[tuple[str, str]]:
+On = Device | torch.device
+"""What is checked: the rows of a device on its own tensors, or those of a torch device."""
+
+
+def _placed(on: On) -> tuple[Device, torch.device]:
+    return dispatch.resolve(on) if isinstance(on, Device) else (dispatch.device_of(on), on)
+
+
+def rows(device: On) -> list[tuple[str, str]]:
     """Every (op, row) of the device and of the host, then every (graph, row) for captured graphs."""
-    of = dispatch.device_of(device)
+    of, _ = _placed(device)
     ops = [(op, row.name) for op in (*dispatch.OPS, *dispatch.HOST_OPS) for row in dispatch.rows(op, of)]
     return ops + [(graph, row.name) for graph in GRAPH_FILLS for row in dispatch.rows("store_kv", of)]
 
 
-def check_device(device: torch.device) -> Iterator[Outcome]:
+def check_device(device: On) -> Iterator[Outcome]:
     """The outcome of each of `rows(device)`, in that order. Never raises for what a kernel does."""
     for op, row in rows(device):
         if op in GRAPH_FILLS:
@@ -65,24 +74,23 @@ def check_device(device: torch.device) -> Iterator[Outcome]:
             yield check_measure(row) if op == "measure_read" else check_row(op, row, device)
 
 
-def check_row(
-    op: str, row: str, device: torch.device, cases: Sequence[Case] | None = None, until: float = math.inf
-) -> Outcome:
+def check_row(op: str, row: str, device: On, cases: Sequence[Case] | None = None, until: float = math.inf) -> Outcome:
     """Run a row on `cases` (default: all of its op), none of which starts after `until` on the monotonic clock."""
-    if row == "reference" and devices.shares_host_memory(device):
+    of, at = _placed(device)
+    if row == "reference" and devices.shares_host_memory(at):
         return Outcome(op, row, "definition")
     cases = list(testing.cases(op)) if cases is None else cases
     check = partial(testing.check, last_wins=True) if row == "reference" else testing.check
     done = 0
     try:
-        found = dispatch.facts(device)
+        found = of.facts(at)
         kernel = dispatch.load(op, dispatch.select(op, found, dispatch.Request(wanted=row)))
         # Formats that the table keeps from the row are skipped.
         cases = [case for case in cases if _serves(op, row, found, case)]
         for case in cases:
             if time.monotonic() > until:
                 break
-            check(op, kernel, case, device)
+            check(op, kernel, case, at)
             done += 1
     except Exception as e:  # whatever a kernel does is a finding about its row, and the other rows still run
         return _complaint(e, op, row, done, len(cases))
@@ -154,7 +162,7 @@ def batches() -> Iterator[tuple[Any, ...]]:
         yield rows, seq_lens, *optional, num_rows, max_len, most, rng.choice((1, 3, 64)), formats
 
 
-def check_graphs(graph: str, row: str, device: torch.device) -> Outcome:
+def check_graphs(graph: str, row: str, device: On) -> Outcome:
     """Replay the stores of pools that run on `row` wherever it has an op: page sizes 1 and 4, copied and quantised."""
     done, total = 0, len(GRAPH_POOLS) * GraphStores.REPLAYS
     try:
@@ -174,28 +182,28 @@ def _complaint(e: Exception, op: str, row: str, done: int, total: int) -> Outcom
     return Outcome(op, row, "failed", detail, done, total)
 
 
-def has_graphs(device: torch.device) -> bool:
+def has_graphs(device: On) -> bool:
     """Whether torch can capture graphs on `device`."""
-    return _graph_class(device) is not None
+    return _graph_class(*_placed(device)) is not None
 
 
-def _graph_class(device: torch.device) -> Any:
-    name = dispatch.device_of(device).graph
-    return None if name is None else getattr(torch.get_device_module(device), name, None)
+def _graph_class(of: Device, at: torch.device) -> Any:
+    return None if of.graph is None else getattr(torch.get_device_module(at), of.graph, None)
 
 
-def capture(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def capture(step: Callable[[], object], device: On) -> Callable[[], object]:
     """`step` as a captured graph to replay; on a device without graphs `step` itself, over the same buffers.
 
     It runs once before it is captured: a kernel cannot be compiled during a capture.
     """
     step()
-    graph_class = _graph_class(device)
+    of, at = _placed(device)
+    graph_class = _graph_class(of, at)
     if graph_class is None:
         return step
-    module, graph = torch.get_device_module(device), graph_class()
+    module, graph = torch.get_device_module(at), graph_class()
     # A stream of this device: the default one belongs to the first device that ever captured.
-    with module.device(device), module.graph(graph, stream=module.Stream(device)):
+    with module.device(at), module.graph(graph, stream=module.Stream(at)):
         step()
     replay: Callable[[], object] = graph.replay
     return replay
@@ -218,8 +226,8 @@ class GraphStores:
     SIZES = (4, 12)
     REPLAYS = 9
 
-    def __init__(self, device: torch.device, row: str, inside: bool, page_size: int, dtype: torch.dtype) -> None:
-        self.device, self.inside = device, inside
+    def __init__(self, device: On, row: str, inside: bool, page_size: int, dtype: torch.dtype) -> None:
+        self.inside = inside
         self.pool = HybridKVPool(
             [FULL, SWA, FULL, SWA],
             size=64,
@@ -231,12 +239,13 @@ class GraphStores:
             # A replayed graph validates nothing, so checked mode must neither read back nor object.
             check=inside and has_graphs(device),
         )
+        self.device = at = self.pool.device
         self._set_scales(2.0, 0.25)
         longest = max(self.SIZES)
         self.write_loc = self.pool.graph_write_loc(longest, int32_twin=True)
-        self.slots = torch.zeros(longest, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(longest, dtype=torch.int64, device=at)
         shapes = ((longest, 2, 16), (longest, 2, 8))
-        self.rows = [[torch.zeros(s, dtype=torch.bfloat16, device=device) for s in shapes] for _ in range(4)]
+        self.rows = [[torch.zeros(s, dtype=torch.bfloat16, device=at) for s in shapes] for _ in range(4)]
         self.generator = torch.Generator().manual_seed(page_size)
         self.graphs = {n: capture(partial(self._step, n), device) for n in self.SIZES}
         self.addresses = [t.data_ptr() for t in self._locations()]

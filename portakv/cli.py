@@ -108,11 +108,11 @@ def check(
         _check_targets(",".join(targets).split(","), every, jobs, as_json)
         return
     with _one_line_errors():
-        of, target = _find_device(device_name)
+        of, target, on = _find_device(device_name)
     outcomes = []
     with _progress() as bars:
         for outcome in bars.track(
-            conformance.check_device(target), total=len(conformance.rows(target)), description="checking"
+            conformance.check_device(on), total=len(conformance.rows(on)), description="checking"
         ):
             outcomes.append(outcome)
     _report(outcomes, str(target), {"device": of.name, "versions": _versions()}, as_json)
@@ -311,7 +311,7 @@ def run(
     _require_transformers()
     with _one_line_errors():
         new_tokens = as_int("--new-tokens", new_tokens, 3)
-        of, target = _find_device(device_name)
+        of, target, on = _find_device(device_name)
         prompts = prompt or compare.PROMPTS
         if model is None:
             names, subjects = list(compare.SCALED), compare.scaled_subjects(target, prompts)
@@ -321,9 +321,9 @@ def run(
     with _one_line_errors(), _progress() as bars:
         tasks = [bars.add_task(name, total=2 * new_tokens) for name in names]
         for task, subject in zip(tasks, subjects, strict=True):
-            results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task)))
+            results.append(compare.compare(subject, new_tokens, functools.partial(bars.advance, task), on))
     kernels = {op: ", ".join(dict.fromkeys(r.kernels[op] for r in results)) for op in results[0].kernels}
-    store_rate, copy_rate = compare.measure_store(target)
+    store_rate, copy_rate = compare.measure_store(on)
     if as_json:
         _print_json(
             {
@@ -380,15 +380,15 @@ def _checkpoint_layers(directory: Path) -> list[LayerSpec]:
     return layers_from_config(config.from_pretrained(directory))
 
 
-def _find_device(name: str | None) -> tuple[Device, torch.device]:
-    """A device by its name or torch's, once it holds a number."""
+def _find_device(name: str | None) -> tuple[Device, torch.device, Device | torch.device]:
+    """A device by its name or torch's, once it holds a number, and which of both a pool must be given."""
     of, target = dispatch.resolve(name)
     try:
         torch.zeros(1, device=target).item()
     except (AssertionError, ImportError, RuntimeError) as e:  # meta, or what this torch is not built for
         why = str(e).partition(". ")[0].partition("\n")[0]
         raise DeviceUnavailable(f"{target}: expected a device with memory, got none: {why}") from e
-    return of, target
+    return of, target, target if dispatch.device_of(target) is of else of
 
 
 def _progress() -> Progress:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from portakv.device import Device
 from portakv.layers import LayerSpec, layers_from_config, require_heads
 from portakv.pool import HybridKVPool
 
@@ -193,7 +194,12 @@ def local_subject(directory: Path, device: torch.device, prompts: Sequence[str])
     return Subject(directory.name, model.eval().to(device), batch["input_ids"], batch["attention_mask"])
 
 
-def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None) -> Comparison:
+def compare(
+    subject: Subject,
+    new_tokens: int,
+    on_token: OnToken = lambda: None,
+    device: Device | torch.device | None = None,
+) -> Comparison:
     """Generate `new_tokens` greedily through the model's own cache, then through a pool made for it.
 
     `on_token` is called after each token of the batch, `2 * new_tokens` times.
@@ -201,7 +207,14 @@ def compare(subject: Subject, new_tokens: int, on_token: OnToken = lambda: None)
     from portakv.integrations.transformers import PortaKVCache
 
     model, (batch, width) = subject.model, subject.input_ids.shape
-    cache = PortaKVCache.for_model(model, batch, width + new_tokens, max_chunk=width, page_size=subject.page_size)
+    cache = PortaKVCache.for_model(
+        model,
+        batch,
+        width + new_tokens,
+        max_chunk=width,
+        page_size=subject.page_size,
+        device=device or model.device,
+    )
     with _torch_threads(subject.threads):
         own = _generate(subject, None, new_tokens, on_token)
         ours = _generate(subject, cache, new_tokens, on_token)
@@ -269,14 +282,15 @@ def _cache_bytes(cache: Any) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor))
 
 
-def measure_store(device: torch.device, tokens: int = 4096, rounds: int = 8) -> tuple[float, float]:
+def measure_store(on: Device | torch.device, tokens: int = 4096, rounds: int = 8) -> tuple[float, float]:
     """GB/s, read and written, of `set_kv_buffer` at random slots, and of plain copies of the same rows.
 
     bfloat16 rows of 8 x 128 for K and V, another part of the pool each call. The median call; the first
     round, which touches the memory first, does not count.
     """
     parts = 8
-    pool = HybridKVPool([LayerSpec(None, 8, 128)], size=parts * tokens, device=device)
+    pool = HybridKVPool([LayerSpec(None, 8, 128)], size=parts * tokens, device=on)
+    device = pool.device
     order = torch.randperm(pool.size, generator=torch.Generator().manual_seed(0), device="cpu") + pool.page_size
     write_locs = [pool.plan_write(loc) for loc in order.view(parts, tokens)]
     k, v = torch.randn((2, tokens, 8, 128), device=device).to(pool.dtype)

@@ -138,6 +138,11 @@ class Device:
         return f"Device({self.name!r})"
 
     @property
+    def on_host(self) -> bool:
+        """Whether its tensors lie in host memory."""
+        return self.torch_type == "cpu"
+
+    @property
     def kind(self) -> DeviceKind:
         """Its member of `DeviceKind`; OTHER for one that joined from outside."""
         return next((kind for kind in DeviceKind if kind.value == self.name), DeviceKind.OTHER)

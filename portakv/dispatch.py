@@ -15,7 +15,7 @@ import torch
 
 from portakv import kernels as implementations
 from portakv.arguments import require_bool, require_plain
-from portakv.device import Device, DeviceFacts, DeviceKind, Package, Probe, Row
+from portakv.device import Device, DeviceFacts, DeviceKind, Package, Probe, Row, shares_host_memory
 from portakv.errors import DeviceUnavailable, NoKernel
 from portakv.formats import SLOT_OPS, KVFormat, Layout
 from portakv.kernels.cpu_amx.device import CPU
@@ -61,14 +61,10 @@ def rows(op: str, device: Device) -> tuple[Row, ...]:
         for row in of.rows
         if (row.ops is None or op in row.ops) and (not layouts or any(layout in row.layouts for layout in layouts))
     )
-    reference = Row(
-        "reference", "portakv.kernels.reference.rows:{op}", "portakv, in torch ops", proof="executed on a CPU"
-    )
-    if "flashmla" in layouts:
-        reference = replace(reference, target="portakv.kernels.reference.flashmla:{op}")
-    if "cpu_vec" in layouts:
-        reference = replace(reference, target="portakv.kernels.reference.packed:{op}", layouts=(*layouts,))
-    return *own, reference
+    family = OPS[op][0].family if layouts else ""
+    target = f"portakv.kernels.reference.{family.removeprefix('_') or 'rows'}:{{op}}"
+    reference = Row("reference", target, "portakv, in torch ops", proof="executed on a CPU")
+    return *own, replace(reference, layouts=(*layouts,)) if family == "_packed" else reference
 
 
 def device_of(at: torch.device) -> Device:
@@ -153,11 +149,13 @@ def _placed(device: Device, at: torch.device) -> torch.device:
     """`at` with an index where its type has one. Raises `DeviceUnavailable` if it is not there."""
     if device is OTHER:
         return at
+    if shares_host_memory(at):  # one, whatever its index
+        at = torch.device(at.type)
     found = device.probe()
     if (at.index or 0) >= found.count:
         raise DeviceUnavailable(f"{at if at.type == device.name else device.name}: {found.reason}")
-    if at.type == "cpu" or at.index is not None:
-        return torch.device("cpu") if at.type == "cpu" else at
+    if shares_host_memory(at) or at.index is not None:
+        return at
     return torch.device(at.type, torch.get_device_module(at).current_device())
 
 

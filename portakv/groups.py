@@ -141,7 +141,7 @@ def choose_layout(
 ) -> Layout:
     """A layout, or that of its name. "auto": of the packed pages that a CPU reads fastest the first that holds every
     layer, else rows."""
-    allowed = [x for x in LAYOUTS if found.device.torch_type == "cpu" or not x.packed]
+    allowed = [x for x in LAYOUTS if found.device.on_host or not x.packed]
     if not (isinstance(layout, str) and layout == "auto"):
         where = f" or 'auto' on a device of kind {found.device.name}"
         return find_layout(layout, allowed, where)

@@ -79,6 +79,7 @@ def traced(chosen: Mapping[str, dispatch.Selection], formats: Mapping[str, KVFor
     calls: dict[str, Kernel] = {}
     for op, fmt in formats.items():
         overload, target = getattr(torch.ops.portakv, op).default, chosen[op].row.target.format(op=op)
+        _targets(op).add(target)
         # A format becomes text now: a tracer may take its integers for symbols.
         calls[op] = functools.partial(_call, overload, () if fmt is None else (encode(fmt),), target)
     return calls
@@ -127,8 +128,9 @@ def _names(op: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _targets(op: str) -> frozenset[str]:
-    return frozenset(row.target.format(op=op) for device in dispatch.DEVICES for row in dispatch.rows(op, device))
+def _targets(op: str) -> set[str]:
+    """The kernels that may be named for an op: of our devices, and those that a pool was bound to."""
+    return {row.target.format(op=op) for device in dispatch.DEVICES for row in dispatch.rows(op, device)}
 
 
 def _require_arguments(op: str, given: Mapping[str, Any], fmt: KVFormat | ReadFormat | None = None) -> None:

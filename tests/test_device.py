@@ -44,7 +44,7 @@ def test_choose() -> None:
 
 
 def test_resolve() -> None:
-    for cpu in ("cpu", torch.device("cpu", 0), DeviceKind.CPU, dispatch.CPU):
+    for cpu in ("cpu", "cpu:1", torch.device("cpu", 0), DeviceKind.CPU, dispatch.CPU):
         assert dispatch.resolve(cpu) == (dispatch.CPU, torch.device("cpu"))
     assert dispatch.resolve("meta") == (dispatch.OTHER, torch.device("meta"))
     for bad in ("gpu", 3.5, DeviceKind.OTHER):

@@ -185,3 +185,6 @@ def test_what_lists_the_devices_lists_all_of_them() -> None:
     )
     assert re.findall(r"`(\w+)`", variable) == names
     assert set(names) | {"other"} == {kind.value for kind in DeviceKind}
+    (targets,) = re.findall(r'^TARGETS = "(.*)"$', (root / "noxfile.py").read_text(), re.MULTILINE)
+    stock = [device.gpu.targets for device in (dispatch.CUDA, dispatch.HIP) if device.gpu]
+    assert targets.split(",") == [name for of in stock for name in of]

@@ -3,6 +3,7 @@ portakv knows it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from portakv import DeviceKind, DeviceUnavailable, HybridKVPool, LayerSpec, NoKernel, dispatch
+from portakv import DeviceKind, DeviceUnavailable, HybridKVPool, LayerSpec, NoKernel, check, dispatch
 
 TOY_FOLDER = Path(__file__).parent / "toy"
 LAYERS = [LayerSpec(None, 2, 8), LayerSpec(4, 2, 8)]
@@ -62,6 +64,32 @@ def test_it_is_explained_and_asked_for_like_any_other(toy: Any, monkeypatch: pyt
     assert toy.TOY not in dispatch.DEVICES
     assert toy.TOY.kind is DeviceKind.OTHER
     assert dispatch.device_of(torch.device("cpu")) is dispatch.CPU
+
+
+def test_it_serves_where_calls_are_traced(toy: Any) -> None:
+    """As ops of torch.library, which run kernels that a pool was bound to and no others."""
+    pool = HybridKVPool(LAYERS[:1], size=16, device=toy.TOY)
+    write_loc = pool.plan_write(pool.allocator.alloc(3))
+    k = torch.ones(3, 2, 8, dtype=torch.bfloat16)
+    with FlopCounterMode(display=False):
+        pool.set_kv_buffer(0, write_loc, k, k)
+    assert toy.STORED == [3]
+    torch.compile(pool.set_kv_buffer, backend="eager")(0, write_loc, 2 * k, k)
+    assert toy.STORED == [3, 3]
+    assert (pool.gather_kv(0, write_loc)[0] == 2).all()
+    cache, ones = pool.get_kv_buffer(0)[0], torch.ones(2)
+    for other in ("portakv_toy:gather_kv", "os:system"):
+        with pytest.raises(ValueError, match="kernel: expected one of"):
+            torch.ops.portakv.store_kv(k, k, cache, cache, write_loc.loc, ones, ones, pool._faults, "", other)
+
+
+def test_it_is_checked_by_its_own_rows(toy: Any) -> None:
+    assert [row for op, row in check.rows(toy.TOY) if op == "store_kv"] == ["toy", "reference"]
+    outcome = check.check_row("store_kv", "toy", toy.TOY)
+    assert (outcome.result, outcome.detail) == ("passed", "")
+    assert outcome.cases == outcome.total == len(toy.STORED) > 100
+    graph = next(iter(check.GRAPH_FILLS))
+    assert check.check_graphs(graph, "toy", toy.TOY).result == "passed"
 
 
 JOINED = """
@@ -122,6 +150,19 @@ def test_it_joins_through_an_entry_point(entry_point: Path, options: str, env: d
 def test_what_an_entry_point_may_bring_instead(entry_point: Path, name: str, problem: str) -> None:
     code = f"import portakv; portakv.HybridKVPool([portakv.LayerSpec(None, 2, 8)], size=8, device={name!r})"
     assert problem in run(entry_point, code).stderr
+
+
+def test_the_command_line_takes_it(entry_point: Path) -> None:
+    code = (
+        "from portakv import check, cli; from typer.testing import CliRunner\n"
+        "check.rows = lambda on: [('store_kv', row) for row in ('toy', 'reference')]\n"
+        "done = CliRunner().invoke(cli.app, ['check', '--device', 'toy', '--json'])\n"
+        "print(done.exit_code, done.stdout)"
+    )
+    code, _, shown = run(entry_point, code).stdout.partition(" ")
+    assert code == "0"
+    assert json.loads(shown)["device"] == "toy"
+    assert [o["result"] for o in json.loads(shown)["outcomes"]] == ["passed", "definition"]
 
 
 def test_one_that_is_not_there_is_refused(toy: Any) -> None:

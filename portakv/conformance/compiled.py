@@ -40,9 +40,6 @@ CPU = torch.device("cpu")
 SCALES = (1.0, 0.37, 2.0**125, 1e-39)
 """They take inputs and results through the subnormals of every dtype."""
 
-UNCHECKED = ("xpu",)
-"""Backends whose executor checks no access, so that a wild one may end the process, and has a schedule of its own."""
-
 Check = Callable[[], int]
 """Raises for what is wrong; returns how many cases it ran."""
 
@@ -84,7 +81,7 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
             out.append(Task(name, "rows past 2^32", functools.partial(check_far, name, op), len(some)))
     out.append(Task(name, "rows past 2^32", functools.partial(check_far_mapping, name), len(INDEX_DTYPES)))
     out.append(Task(name, "graph buffers filled inside", functools.partial(check_graph_fill, name), len(FILLS)))
-    if target.gpu.backend not in UNCHECKED:
+    if checks_accesses(target):
         for op in _triton.OPS:
             some = ordered_cases(op)
             out.append(Task(name, "warps in random order", functools.partial(check_order, name, op), len(some)))
@@ -92,6 +89,11 @@ def tasks(target: Target, every: int = 1) -> list[Task]:
         check = functools.partial(check_mutation, name, mutation.name, op)
         out.append(Task(name, "kernels broken on purpose", check, 1))
     return out
+
+
+def checks_accesses(target: Target) -> bool:
+    """Whether the target's executor checks accesses and takes a schedule; where not, a wild one may end the process."""
+    return bool(getattr(load_executor(target.gpu)[0], "CHECKS_ACCESSES", True))
 
 
 def unavailable(target: Target) -> str | None:
@@ -287,7 +289,7 @@ def broken(target: Target) -> Iterator[tuple[mutations.Mutation, str]]:
 
 def check_mutation(target: str, name: str, op: str) -> int:
     """Raise unless a kernel broken in that way is caught."""
-    if mutations.find(name).wild and Target.parse(target).gpu.backend in UNCHECKED:
+    if mutations.find(name).wild and not checks_accesses(Target.parse(target)):
         process = multiprocessing.get_context("spawn").Process(target=_check_mutation, args=(target, name, op))
         process.start()
         process.join()

@@ -67,11 +67,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The items of one allocation: their bytes, and the slots of each. `initial` is the byte that unused ones hold."""
+    """The items of one allocation: their bytes, and the slots of each."""
 
     item_bytes: int
     slots: int = 1
-    initial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +94,19 @@ class PartTable:
     def raw_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def view(self, part: Part, buffer: Tensor, item_stride: int | None = None) -> Tensor:
-        """`part` in `buffer`, uint8 of one layer: `[items, slots / a, a, heads, units / b, b, unit_bytes]`.
-
-        `item_stride` is the bytes from an item to the next, by default those of an item.
-        """
+    def view(self, part: Part, buffer: Tensor) -> Tensor:
+        """`part` in `buffer`, uint8 of one layer: `[items, slots / a, a, heads, units / b, b, unit_bytes]`."""
         of, tile = self.buffers[part.buffer], part.tile
-        stride = of.item_bytes if item_stride is None else item_stride
-        items = (buffer.shape[0] - of.item_bytes) // stride + 1
-        size = items, of.slots // tile.a, tile.a, part.heads, part.units // tile.b, tile.b, part.unit_bytes
-        strides = stride, tile.s1, tile.s2, part.head_stride, tile.s3, tile.s4, 1
+        size = (
+            buffer.shape[0] // of.item_bytes,
+            of.slots // tile.a,
+            tile.a,
+            part.heads,
+            part.units // tile.b,
+            tile.b,
+            part.unit_bytes,
+        )
+        strides = of.item_bytes, tile.s1, tile.s2, part.head_stride, tile.s3, tile.s4, 1
         return buffer.as_strided(size, strides, buffer.storage_offset() + part.offset)
 
     def index(self, part: Part, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

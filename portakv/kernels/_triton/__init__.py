@@ -14,7 +14,8 @@ from portakv.kernels._triton import (
     patch_map,
     translate_loc,
 )
-from portakv.kernels._triton.launch import Launcher, Op
+from portakv.kernels._triton.launch import Launcher, Op, gathering
+from portakv.kernels._triton.rope import rotating
 from portakv.kernels._triton.rows import Tile
 
 OPS = {
@@ -23,12 +24,12 @@ OPS = {
     "patch_map": Op(patch_map.source, patch_map.launch),
     "build_read": Op(build_read.source, build_read.launch),
     "store_kv": Op(copy_rows.source, copy_rows.launch),
-    "gather_kv": Op(copy_rows.source, copy_rows.launch_gather),
+    "gather_kv": Op(copy_rows.source, gathering(copy_rows.launch, "gather_kv")),
     "move_kv": Op(move_kv.source, move_kv.launch),
-    "store_kv_rope": Op(copy_rows.source, copy_rows.launch_rope),
-    "store_kv_rope_flashmla": Op(copy_flashmla.source, copy_flashmla.launch_rope),
+    "store_kv_rope": Op(copy_rows.source, rotating(copy_rows.launch, "store_kv_rope")),
+    "store_kv_rope_flashmla": Op(copy_flashmla.source, rotating(copy_flashmla.launch, "store_kv_rope_flashmla")),
     "store_kv_flashmla": Op(copy_flashmla.source, copy_flashmla.launch),
-    "gather_kv_flashmla": Op(copy_flashmla.source, copy_flashmla.launch_gather),
+    "gather_kv_flashmla": Op(copy_flashmla.source, gathering(copy_flashmla.launch, "gather_kv_flashmla")),
 }
 """The ops that a device with Triton has."""
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, VECTOR_BYTES, KVFormat, Layout, Variant
 from portakv.kernels._triton.floats import FLOATS, decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_arguments, rope_constants
+from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_constants
 from portakv.kernels._triton.rows import (
     MOST_ROWS,
     Tile,
@@ -83,7 +83,7 @@ def launch(
     angles: tuple[Tensor, ...] = (),
     more: tuple[int, ...] = (),
 ) -> None:
-    """`portakv.kernels.reference.flashmla.store_kv_flashmla` has the contract."""
+    """`portakv.kernels.reference.flashmla.store_kv_flashmla` has the contract; otherwise as `copy_rows.launch`."""
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
@@ -104,42 +104,6 @@ def launch(
         kernel = launcher.find(op, k_cache, fmt, dtype, loc.dtype, None, row_alignment(fmt, dtype, addresses))
     scalars = (num_tokens, loc.stride()[0], *pages, k_token, v_token, k_page, k_slot, v_page, v_slot, *more)
     kernel((-(-num_tokens * per_token // kernel.rows), 1, 1), (k, v, k_cache, v_cache, loc, faults, *angles), scalars)
-
-
-def launch_rope(
-    launcher: Launcher,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_inv: Tensor,
-    v_inv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """`portakv.kernels.reference.flashmla.store_kv_rope_flashmla` has the contract; here positions are dense."""
-    angles = rope_arguments(cos_sin, positions, interleaved)
-    launch(launcher, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, "store_kv_rope_flashmla", *angles)
-
-
-def launch_gather(
-    launcher: Launcher,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """`portakv.kernels.reference.flashmla.gather_kv_flashmla` has the contract."""
-    launch(launcher, k_out, v_out, k_cache, v_cache, loc, k_scale, v_scale, faults, fmt, "gather_kv_flashmla")
 
 
 @triton.jit

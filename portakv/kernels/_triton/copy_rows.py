@@ -14,7 +14,7 @@ import triton.language as tl
 from portakv.formats import FAULT_KINDS, KVFormat, Variant
 from portakv.kernels._triton.floats import decode, encode
 from portakv.kernels._triton.launch import Launcher, Source
-from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_arguments, rope_constants
+from portakv.kernels._triton.rope import ROPE_TENSORS, load_positions, load_rotated, rope_constants
 from portakv.kernels._triton.rows import (
     MOST_ROWS,
     Tile,
@@ -75,7 +75,10 @@ def launch(
     angles: tuple[Tensor, ...] = (),
     more: tuple[int, ...] = (),
 ) -> None:
-    """`portakv.kernels.reference.rows.store_kv` has the contract; here K and V share one dtype and one paging."""
+    """`portakv.kernels.reference.rows.store_kv` has the contract; here K and V share one dtype and one paging.
+
+    Also of rotated stores and of gathers, whose outputs are `k` and `v` (`rope.rotating`, `launch.gathering`).
+    """
     num_tokens = loc.shape[0]
     if num_tokens == 0:
         return
@@ -112,42 +115,6 @@ def launch(
             *(k_page, k_slot, k_cache_head, v_page, v_slot, v_cache_head, *more),
         ),
     )
-
-
-def launch_rope(
-    launcher: Launcher,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_inv: Tensor,
-    v_inv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """`portakv.kernels.reference.rows.store_kv_rope` has the contract; as `launch`, and positions are dense."""
-    angles = rope_arguments(cos_sin, positions, interleaved)
-    launch(launcher, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, "store_kv_rope", *angles)
-
-
-def launch_gather(
-    launcher: Launcher,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    loc: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    faults: Tensor,
-    fmt: KVFormat,
-) -> None:
-    """`portakv.kernels.reference.rows.gather_kv` has the contract; as `launch`."""
-    launch(launcher, k_out, v_out, k_cache, v_cache, loc, k_scale, v_scale, faults, fmt, "gather_kv")
 
 
 @triton.jit

@@ -61,6 +61,26 @@ class Op(NamedTuple):
     launch: Callable[..., None]
 
 
+def gathering(launch: Callable[..., None], op: str) -> Callable[..., None]:
+    """A layout's `launch` of stores as one of gathers, whose outputs stand where a store's rows do."""
+
+    def launch_gather(
+        launcher: Launcher,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        loc: Tensor,
+        k_out: Tensor,
+        v_out: Tensor,
+        k_scale: Tensor,
+        v_scale: Tensor,
+        faults: Tensor,
+        fmt: KVFormat,
+    ) -> None:
+        launch(launcher, k_out, v_out, k_cache, v_cache, loc, k_scale, v_scale, faults, fmt, op)
+
+    return launch_gather
+
+
 def compile_source(source: Source, target: GPUTarget) -> Any:
     """Triton's compiled kernel for `target`; needs no device.
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from portakv.formats import Variant
+from portakv.formats import KVFormat, Variant
 from portakv.kernels._triton.floats import FLOATS, decode, encode
+from portakv.kernels._triton.launch import Launcher
 from portakv.kernels._triton.rows import row_pointers
 
 Tensor = torch.Tensor
@@ -32,6 +35,30 @@ def rope_arguments(
     if positions.dtype != torch.int32:
         positions = positions.view(torch.int32)
     return (cos_sin, positions), (words, *cos_sin.shape, cos_sin.stride(0), int(interleaved))
+
+
+def rotating(launch: Callable[..., None], op: str) -> Callable[..., None]:
+    """A layout's `launch` as a store that rotates; here positions are dense."""
+
+    def launch_rope(
+        launcher: Launcher,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        loc: Tensor,
+        k_inv: Tensor,
+        v_inv: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        interleaved: bool,
+        faults: Tensor,
+        fmt: KVFormat,
+    ) -> None:
+        angles = rope_arguments(cos_sin, positions, interleaved)
+        launch(launcher, k, v, k_cache, v_cache, loc, k_inv, v_inv, faults, fmt, op, *angles)
+
+    return launch_rope
 
 
 @triton.jit
