@@ -335,7 +335,7 @@ class _Batch:
             layer, outs = pool._read(layer_id, tracing()), (k.transpose(1, 2), v.transpose(1, 2))
             slots = read.swa_loc if layer.on_swa else read.loc
             if slots is not None and layer.gathers_batches and k.dtype is v.dtype and not pool.check:
-                pool._gather(layer, slots, *outs)  # they are new: to look for that is a fifth of `gather_kv`
+                pool._gather(layer, slots, *outs)  # they are new, which `gather_kv` would look for in each layer
             else:
                 pool.gather_kv(layer_id, read, *outs)
         missing = forward.missing - {layer_id}

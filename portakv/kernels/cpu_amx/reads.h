@@ -36,7 +36,8 @@ void name_slots(Reading& r, const typename Index<In>::Type* from, typename Index
         bool named = slot > 0;
         if (Paged) {
             int64_t page = r.shift >= 0 ? slot >> r.shift : slot / step;
-            bool askew = (page > 0) & (page * step != slot);
+            bool inside = r.shift >= 0 ? slot & (step - 1) : page * step != slot;  // no product of 64 bits for masks
+            bool askew = (page > 0) & inside;
             over += askew;
             named &= !askew;
             slot = page;
